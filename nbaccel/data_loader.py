@@ -248,8 +248,6 @@ class _LoaderPreparation:
             stateful=self.stateful,
         )
 
-    # --------------------------------------------------------------------- who reads what
-
     def _whole_loader(self) -> DataLoader[Any]:
         """All of it. The user's own loader reads, unless something about it must change."""
         # Accelerate's dispatcher drops the generator; the order of later epochs depends on it.
@@ -335,9 +333,6 @@ class _LoaderPreparation:
         )
 
 
-# ------------------------------------------------------------------------- skipping
-
-
 def skip_first_batches(
     dataloader: DataLoader[Any], num_batches: int | None = None
 ) -> DataLoader[Any]:
@@ -416,9 +411,6 @@ class _DroppingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return itertools.islice(super().__iter__(), self._num_batches, None)
-
-
-# ------------------------------------------------------------------------- parts of a loader
 
 
 def _index_batches(loader: DataLoader[Any]) -> Any:

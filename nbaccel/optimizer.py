@@ -82,8 +82,6 @@ class AcceleratedOptimizer(Optimizer):
             # torch moves state to the device of its parameter when it loads it.
             optimizer.load_state_dict(optimizer.state_dict())
 
-    # ---------------------------------------------------------------- stepping
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if the current batch ends a group of accumulated ones.
 
@@ -148,8 +146,6 @@ class AcceleratedOptimizer(Optimizer):
             self._is_overflow = bool(self._is_overflow.item())
         return self._is_overflow
 
-    # ---------------------------------------------------------------- what is the optimizer's
-
     state = _of_optimizer("state")
     param_groups = _of_optimizer("param_groups")
     defaults = _of_optimizer("defaults")
@@ -184,8 +180,6 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
-
-    # ---------------------------------------------------------------- pickling
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -238,9 +238,6 @@ class TensorBoardTracker(GeneralTracker):
             self.tracker.close()
 
 
-# ------------------------------------------------------------------------- services
-
-
 class _Service(NamedTuple):
     """How a run of a service begins, what is told its configuration, and how it ends."""
 
@@ -623,9 +620,6 @@ def _plot_names(value_name: str) -> dict[str, str]:
     if title and series_name in ("eval", "test", "train"):
         return {"title": title, "series": series_name}
     return {"title": value_name, "series": "train"}
-
-
-# ------------------------------------------------------------------------- values
 
 
 def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:

@@ -152,8 +152,6 @@ class Accelerator(TrainingCheckpoints):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would count steps separately, with the same prepared objects
 
-    # --------------------------------------------------------------------- gradients
-
     @property
     def sync_gradients(self) -> bool:
         """Whether the current batch ends with an optimizer step."""
@@ -356,8 +354,6 @@ class Accelerator(TrainingCheckpoints):
             # After an error, too: the loaders are used beyond this block.
             for loader, was_even in previous_settings:
                 loader.even_batches = was_even
-
-    # --------------------------------------------------------------------- all processes
 
     def gather(self, tensor: Any) -> Any:
         """Join every process's tensors along their first dimension.

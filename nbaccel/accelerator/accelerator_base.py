@@ -54,8 +54,6 @@ class RunDescription(ProcessInfo):
         self._run = run
         self._said_in_state: dict[str, DistributedType] = {}
 
-    # --------------------------------------------------------------------- the run
-
     plan: TrainingPlan = shows("_run.plan")
     """What was decided, and why: ``print(accelerator.plan.explain())``."""
 
@@ -127,8 +125,6 @@ class RunDescription(ProcessInfo):
             None,
         )
 
-    # --------------------------------------------------------------------- data
-
     dataloader_config: DataLoaderConfiguration = shows("_run.request.data")
     """How loaders are shared out."""
     split_batches: bool = shows("_run.request.data.split_batches")
@@ -151,7 +147,6 @@ class RunDescription(ProcessInfo):
     """Whether copies to the device do not wait."""
     use_stateful_dataloader: bool = shows("_run.request.data.use_stateful_dataloader")
     """Whether torchdata's loader is used."""
-    # --------------------------------------------------------------------- project
 
     project_configuration: ProjectConfiguration = shows("_run.request.project")
     """Where checkpoints and logs go."""
@@ -161,15 +156,12 @@ class RunDescription(ProcessInfo):
     """Folder of the trackers."""
     save_iteration: int = shows("_run.request.project.iteration")
     """Number of the next checkpoint."""
-    # --------------------------------------------------------------------- handlers
 
     ddp_handler = _handler(DistributedDataParallelKwargs, "Arguments of DDP.")
     init_handler = _handler(InitProcessGroupKwargs, "Arguments of the process group.")
     autocast_handler = _handler(AutocastKwargs, "Arguments of autocast.")
     scaler_handler = _handler(GradScalerKwargs, "Arguments of fp16's scaler.")
     profile_handler = _handler(ProfileKwargs, "Arguments of the profiler.")
-
-    # --------------------------------------------------------------------- parallelism
 
     is_composable_parallelism_enabled: bool = shows("is_fsdp2")
     """Whether models are sharded by ``fully_shard``, which can go with other parallelisms."""

@@ -93,7 +93,6 @@ def read_checkpoint(checkpoint: str | Path) -> dict[str, CheckpointTensor]:
     return {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
 
 
-# ------------------------------------------------------------------------------ which files
 def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and by which name of a file each tensor is listed where there is an index."""
     if _is_readable_file(source):
@@ -165,7 +164,6 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     return [index_path.parent / name for name in file_names], weight_map
 
 
-# ------------------------------------------------------------------------------ what is in one
 def _refuse_pointer(path: Path) -> None:
     """Say what a file of Git LFS is, which a clone without it leaves where weights should be."""
     try:
@@ -286,9 +284,6 @@ def _is_plain_archive(path: Path) -> bool:
             if not is_stored or record.header_offset + record.file_size > num_bytes:
                 raise ValueError(f"its record {record.filename} is compressed or incomplete")
     return True
-
-
-# ------------------------------------------------------------------------- weights of files
 
 
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux

@@ -184,7 +184,6 @@ def load_state_dict(
     return state
 
 
-# ------------------------------------------------------------------------------ what goes where
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """One tensor of the model, and what it is filled from."""
@@ -350,9 +349,6 @@ def _prefix_hint(groups: list[_TensorGroup], file_names: KeysView[str]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------ refusals
-
-
 def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if device_map is None:
         return
@@ -392,7 +388,6 @@ def _shorten_map(device_map: Mapping[str, Any]) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# ------------------------------------------------------------------------------ filling
 def _fill(model: nn.Module, placements: Sequence[Placement], files: WeightFiles) -> None:
     # Memory for tensors that come to the host and cannot be views of the file, by `id`.
     wanted = [p for p in placements if _goes_to_host(p) and _must_be_copied(p)]
@@ -517,7 +512,6 @@ def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) ->
     return False
 
 
-# ------------------------------------------------------------------------------ several ranks
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:
     """Process 0 reads, the others get their part of each tensor from it; a collective."""
     files = WeightFiles()
@@ -582,7 +576,6 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
         tensor.detach().copy_(received)
 
 
-# ------------------------------------------------------------------------------ index of a folder
 def write_offload_index(offload_folder: str | Path, weights: StoredWeights) -> None:
     """Say in a folder where the weights on disk are, in Accelerate's format."""
     folder = Path(offload_folder)

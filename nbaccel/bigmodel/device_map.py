@@ -69,7 +69,6 @@ def is_accelerator(device: DeviceKey) -> bool:
     return device not in (HOST, DISK)
 
 
-# ------------------------------------------------------------------------------- budgets
 def get_max_memory(
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
     *,
@@ -148,7 +147,6 @@ def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
             yield unit.index, unit.free_bytes
 
 
-# ------------------------------------------------------------------------------- balance
 def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
@@ -294,9 +292,6 @@ def infer_auto_device_map(
     return clean_device_map(device_map) if clean_result else device_map
 
 
-# ------------------------------------------------------------------------------- blocks
-
-
 def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
     """Parameters, submodules and buffers, those that stand there twice under both names."""
     # Accelerate leaves buffers out of all modules but the model itself, and second names of
@@ -345,7 +340,6 @@ def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
     return [*tiers, Tier(DISK, budgets.get(DISK), level=2)]
 
 
-# ------------------------------------------------------------------------------- reports
 def _too_small_text(packing: Packing) -> str:
     table_rows = [("device", "budget", "placed", "wanted next", "its size")]
     for tier in packing.tiers:
@@ -401,7 +395,6 @@ def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> Non
         )
 
 
-# ------------------------------------------------------------------------------- maps
 def clean_device_map(
     device_map: MutableMapping[str, Any], module_name: str = ""
 ) -> OrderedDict[str, Any]:
@@ -512,7 +505,6 @@ def fallback_allocate(
     return found_name, found_part, remaining
 
 
-# ------------------------------------------------------------------------------- shown
 @dataclass(frozen=True, slots=True, repr=False)
 class DeviceMapView:
     """Where the blocks of a model lie: it prints itself as bars and a table."""

@@ -81,7 +81,6 @@ NamedPart = tuple[str, Any]  # a module, a parameter or a buffer, with its name 
 _log = get_logger(__name__)
 
 
-# ------------------------------------------------------------------------------- names
 def names_upwards(tensor_name: str) -> Iterator[str]:
     """A name and those of all modules around it, from the inside out; the model's is empty."""
     while tensor_name:
@@ -102,7 +101,6 @@ def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozense
     return frozenset(no_split_module_classes or ())
 
 
-# ------------------------------------------------------------------------------- sizes
 def compute_module_sizes(
     model: nn.Module,
     dtype: WeightFormat | None = None,
@@ -222,7 +220,6 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     return [name for name in module_sizes if name and name not in parent_names]
 
 
-# ------------------------------------------------------------------------------- ties
 def get_module_size_with_ties(
     tied_params: Sequence[str],
     module_size: int,

@@ -30,9 +30,6 @@ _8_BIT_STATISTICS = "SCB"
 _MOST_NUMBERS = 2**59
 
 
-# ------------------------------------------------------------------------- writing
-
-
 def offload_weight(
     weight: torch.Tensor,
     weight_name: str,
@@ -129,9 +126,6 @@ def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
     return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
-# ------------------------------------------------------------------------- reading
-
-
 def load_offload_index(offload_folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's index."""
     index_path = Path(offload_folder, INDEX_NAME)
@@ -213,9 +207,6 @@ def load_offloaded_weights(
     weights = dict(OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}))
     for name, weight in weights.items():
         set_module_tensor_to_device(model, name, "cpu", value=weight)
-
-
-# ------------------------------------------------------------------------- maps of weights
 
 
 class PrefixedDataset(Mapping[str, Any]):

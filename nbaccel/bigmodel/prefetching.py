@@ -36,9 +36,6 @@ def tell_weights(weights_map: Any, wish: str, names: Sequence[str]) -> None:
         method(names)
 
 
-# ------------------------------------------------------------------------------ which is next
-
-
 OffloadedBlock = Any
 """An `AlignDevicesHook`: of a module whose weights are elsewhere while it does not run."""
 
@@ -150,9 +147,6 @@ class ExecutionOrder:
 
     def __reduce__(self) -> tuple[type[ExecutionOrder], tuple[int, bool]]:
         return ExecutionOrder, (self.window_bytes, self.prefetch)
-
-
-# ------------------------------------------------------------------------------ copies
 
 
 @dataclass(frozen=True)

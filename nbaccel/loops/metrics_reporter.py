@@ -111,8 +111,6 @@ class Reporter:
             return self._told_steps if self._told_steps is not None else self._batches or None
         return max(self._optimizer_steps.values())
 
-    # ---- what the function says
-
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
         # A loop over batches that nobody has seen has begun at its first log at the latest.
@@ -194,8 +192,6 @@ class Reporter:
         self._programs = programs
         self._compile_s = seconds
 
-    # ---- what is seen of it
-
     def loss_seen(self, loss: torch.Tensor) -> None:
         """A backward pass begins from this 0-d tensor."""
         if "loss" not in self._logged:
@@ -211,8 +207,6 @@ class Reporter:
                 self._note(_RATE, learning_rate, self.steps or 0)
             self._learning_rate = learning_rate
         self._tell()
-
-    # ---- points
 
     def _note(self, name: str, value: Any, step: float) -> None:
         is_tensor = type(value) is torch.Tensor
@@ -245,8 +239,6 @@ class Reporter:
             self._new_points[name].add(float(value), step)
         del self._unread[:num_read]
         self._num_older = len(self._unread)
-
-    # ---- messages
 
     def _tell_now(self) -> None:
         self._next = 0.0

@@ -500,8 +500,6 @@ class Console:
             if source.rewritten and (rank, stream) not in self._hidden:
                 yield rank, stream, source.rewritten
 
-    # ---- too much of it
-
     def is_full(self, rank: int) -> bool:
         """Whether so much of this rank is waiting that reading should stop."""
         return self._pace.waits and self._fullness(rank) > 1

@@ -108,8 +108,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
     def said_by(cls, settings: FullyShardedDataParallelPlugin) -> SaidBySettings:
         return SaidBySettings(writes_shards=settings.writes_shards)
 
-    # ---------------------------------------------------------------- preparing
-
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective."""
         for model in bundle.models:
@@ -182,8 +180,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
             arguments["ignored_params"] = set(ignored_set)
         return arguments
 
-    # ---------------------------------------------------------------- training
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; whole gradients are kept meanwhile, which takes memory."""
         return self._syncing(model, False)
@@ -230,8 +226,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         finally:
             self._syncs[model] = synced_before
             model.set_requires_gradient_sync(synced_before)
-
-    # ---------------------------------------------------------------- keeping
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""

@@ -165,8 +165,6 @@ class CollectiveCheck:
             )
         self.calls_begun += 1
 
-    # --------------------------------------------------------------------- the store
-
     def _exchange(self, own: _Entry, timeout_s: float, *, waits: bool = True) -> list[_Entry]:
         """What all tell of this call; nothing where it is not waited for those that are late."""
         keys = self._keys()
@@ -227,8 +225,6 @@ class CollectiveCheck:
                 f"connection closed: process {rank} has returned"
             )
 
-    # --------------------------------------------------------------------- messages
-
     def _describe_returned(self, own: _Entry, rank: int, also: str) -> str:
         return (
             f"Process {self._rank} is in {own.describe()}, but process {rank} has left: its "
@@ -259,9 +255,6 @@ class CollectiveCheck:
             if self._store.check([key]):
                 return f"last seen in {_Entry(*json.loads(self._store.get(key))).describe()}"
         return "not seen in a call that was compared"
-
-
-# ------------------------------------------------------------------------- calls
 
 
 class _Entry(NamedTuple):

@@ -246,7 +246,6 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
 
 
-# ------------------------------------------------------------------------- still in sync?
 _MOST_DIFFERENCES = 10
 # The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
 _CHUNK_ELEMENTS = 1 << 22

@@ -340,8 +340,6 @@ class PreparedLoader(DataLoader[Any]):
             if hasattr(epoch_user, "set_epoch"):
                 epoch_user.set_epoch(epoch)
 
-    # ------------------------------------------------------------------------- iteration
-
     def is_for(self, place: Place) -> bool:
         """Whether it was prepared for this process among as many others."""
         own_place = self.settings.place
@@ -521,8 +519,6 @@ class PreparedLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
             counters += [self.dataset] if self.batch_size else []
         return int(counters[-1].remainder) if counters else -1
-
-    # ------------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epoch, batches seen, and the states that the order was drawn from.

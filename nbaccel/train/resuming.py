@@ -65,8 +65,6 @@ class Resuming:
         savers.append(resuming.keep)
         return resuming
 
-    # ---- when it is stopped
-
     def keep(self) -> None:
         """Keep the state: the function is stopped between two steps of all ranks."""
         if not self._loaders:
@@ -90,8 +88,6 @@ class Resuming:
                 "processes": self._place.world_size,
             }
             atomic.write_text(position_file, json.dumps(position))
-
-    # ---- when the next one goes on
 
     def _begin(self) -> None:
         """Load the state, once: all that it is of has been prepared."""

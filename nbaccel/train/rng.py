@@ -76,9 +76,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-# ------------------------------------------------------------------------- keep and give back
-
-
 def capture_rng_states(place: Place) -> dict[str, Any]:
     """The states of all global generators that this process uses."""
     return _generator_states(registry.device(place.device_name))
@@ -119,9 +116,6 @@ def _set_generator_states(states: Mapping[str, Any], *devices: DeviceRuntime) ->
         # A checkpoint may come from a machine with more devices than this one has.
         for index, device_state in enumerate(device_states[: device.count()]):
             device.set_random_state(device_state, index)
-
-
-# ------------------------------------------------------------------------- the same everywhere
 
 
 def synchronize_rng_states(

@@ -469,8 +469,6 @@ def mean(values: Iterable[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-# ------------------------------------------------------------------------- what is left
-#
 # Of all epochs where their number is known, else of the loop. It is known from a loop over epochs
 # with a bar of `accelerator.progress`, or its `epochs=`, or a bar of tqdm around the loop over
 # batches; ranks report all of these. What epochs took that are over counts for those to come, with
@@ -587,8 +585,6 @@ def throughput(board: RunBoard) -> float | None:
         return None
     return sum(facts.samples_pace.overall or 0.0 for facts in ranks) or None
 
-
-# ------------------------------------------------------------------------- what libraries say
 
 # `[rank1]:[W1125 10:15:30.123456789 socket.cpp:767] `, in all versions of torch since 2.0.
 _TORCH_HEAD = r"(?:\[rank\d+\]:)?\[W[^\]]*\] "

@@ -213,9 +213,6 @@ class ScaledTensor(torch.Tensor):
         return _compute_in_float32(func, args, kwargs or {})
 
 
-# ---------------------------------------------------------------- operations
-
-
 def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the values, and store what it has written."""
     plain_args = torch_private.replace_tensors(tuple(args), values_of)

@@ -33,9 +33,6 @@ from nbaccel.transfer.sharded_tensors import shard_readers
 _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
 
-# ------------------------------------------------------------------------- reading
-
-
 def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read what ``torch.save`` wrote, without running code that might be in it."""
     options = {"weights_only": True, "map_location": "cpu", **options}
@@ -130,9 +127,6 @@ def _numpy_globals() -> list[Any]:
     ]
     dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
     return [*named_reducers, np.ndarray, np.dtype, *sorted(dtype_classes, key=str)]
-
-
-# ------------------------------------------------------------------------- writing
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
@@ -265,8 +259,6 @@ def _check_only_tensors(state_dict: Any, remedy: str) -> None:
         )
 
 
-# ------------------------------------------------------------------------- names
-
 # A second model's is ``model_1.safetensors``, and so on; a second process's ``sampler_rank1.bin``.
 SAFE_WEIGHTS = "model.safetensors"
 PICKLED_WEIGHTS = "pytorch_model.bin"
@@ -330,9 +322,6 @@ def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
     """The numbers of a checkpoint's models, optimizers and so on, those in shards by their kind."""
     found = list(filter(None, (_kind_and_number(path.name) for path in folder.iterdir())))
     return {kind: frozenset(n for found_kind, n in found if found_kind == kind) for kind in _PARTS}
-
-
-# ------------------------------------------------------------------------- what was left out
 
 
 def write_left_out(folder: Path, names_by_model: Mapping[int, Collection[str]]) -> None:

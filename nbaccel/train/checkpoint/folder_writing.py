@@ -190,9 +190,6 @@ def _check_target(target: Path) -> None:
         )
 
 
-# ------------------------------------------------------------------------- the step
-
-
 def _rename_into_place(partial_folder: Path, target: Path) -> None:
     waiting_folder = _waiting_name(target)
     replaces = target.exists()
@@ -248,9 +245,6 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
-# ------------------------------------------------------------------------- all or none
-
-
 @contextlib.contextmanager
 def all_succeed(
     collectives: Collectives, text: str, *, written_to: Path | None = None
@@ -279,9 +273,6 @@ def all_succeed(
         f"this name is unchanged. {free_space} are free there. Remove the cause, or give a folder "
         "on another disk."
     ) from error
-
-
-# ------------------------------------------------------------------------- whose disks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,9 +358,6 @@ _CONSEQUENCES = {
 """By the kind of shards; none where a checkpoint is whole."""
 
 
-# ------------------------------------------------------------------------- what is whole
-
-
 def send_to_writers(
     state: Any, writers: Sequence[int], collectives: Collectives, *, what: str
 ) -> Any:
@@ -412,9 +400,6 @@ def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
         return mapped_by_id[id(tensor)]
 
     return map_tensors(map_one, tree)
-
-
-# ------------------------------------------------------------------------- one host's part
 
 
 def ranks_of_part(folder: Path) -> tuple[int, ...]:

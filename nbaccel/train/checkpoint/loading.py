@@ -128,9 +128,6 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-# ------------------------------------------------------------------------- is all there?
-
-
 def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
     """Refuse a folder that does not fit, before anything is loaded from it."""
     there = files.numbers_by_kind(folder)
@@ -297,8 +294,6 @@ class _CheckpointLoad:
         self._loaders = dict(self._find_loaders())
         self._large = list(self._find_large())
 
-    # --------------------------------------------------------------------- what is there
-
     def _existing_file(self, *file_names: str) -> Path | None:
         """The first that exists, or that the manifest has: a deleted file is told as missing."""
         for file_name in file_names:
@@ -458,8 +453,6 @@ class _CheckpointLoad:
         parts = (self._models.values(), self._optimizers, small, self._loaders.values())
         return [*itertools.chain(*parts), *self._large]
 
-    # --------------------------------------------------------------------- does it fit?
-
     def damaged_files(self) -> list[str]:
         """Problems of files; each file is read by one process of a node."""
         first_states = files.RANDOM_STATES_FILE.format(0)
@@ -502,8 +495,6 @@ class _CheckpointLoad:
         first = self._existing_file(files.RANDOM_STATES_FILE.format(0))
         states = self._rng_states or (read_torch_file(first) if first is not None else {})
         self.step = states.get("step")
-
-    # --------------------------------------------------------------------- loading
 
     def run_hooks(self, hooks: Sequence[LoadHook]) -> None:
         """Run the hooks, and check the models that they leave against their files."""
@@ -571,9 +562,6 @@ def _loader_problem(loader: Any, state: Any) -> str:
     elif not getattr(loader, "use_stateful_dataloader", False):
         return _state_problem(loader, state)
     return ""
-
-
-# ------------------------------------------------------------------------- does it fit?
 
 
 def _model_problem(

@@ -278,9 +278,6 @@ class _StateWriter:
             self._met_errors.append(error)
 
 
-# ------------------------------------------------------------------------- frozen, left out
-
-
 def uncompiled_name(tensor_name: str) -> str:
     """The name of a tensor in a model that is not compiled."""
     # The model or the saved one may have been compiled, without the other being so.
