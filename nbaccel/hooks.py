@@ -109,11 +109,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, called in their order at every event.
-
-    Args:
-        *hooks: The hooks. ``no_grad`` of one holds for all.
-    """
+    """Several hooks as one, called in their order; ``no_grad`` of one holds for all."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -205,15 +201,7 @@ def _is_graph_module(module: nn.Module) -> bool:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook from a module, and give it the ``forward`` back that it had before.
-
-    Args:
-        module: The module; one without a hook stays as it is.
-        recurse: Whether from its submodules, too.
-
-    Returns:
-        The module.
-    """
+    """Give a module, and its submodules with `recurse`, the ``forward`` back that it had before."""
     if hasattr(module, HOOK_ATTRIBUTE):
         getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
         delattr(module, HOOK_ATTRIBUTE)
@@ -245,10 +233,8 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 class CpuOffload(ModelHook):
     """Keeps a model in host memory until it is called; after that it stays where it computed.
 
-    Args:
-        execution_device: Where it computes; None: this machine's accelerator, else the CPU.
-        prev_module_hook: Of the model that comes before it in a pipeline: that one goes back to
-            host memory first.
+    That is this machine's accelerator, else the CPU, unless it is said. The model of
+    `prev_module_hook`, which comes before it in a pipeline, goes back to host memory first.
     """
 
     def __init__(
@@ -276,12 +262,7 @@ class CpuOffload(ModelHook):
 
 @dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
-    """What a user needs of a `CpuOffload`: send the model back, or remove the hook.
-
-    Args:
-        model: The model.
-        hook: Its hook.
-    """
+    """What a user needs of a `CpuOffload`: send the model back, or remove the hook."""
 
     model: nn.Module
     hook: ModelHook
@@ -310,17 +291,11 @@ def _parameter_device(module: nn.Module) -> torch.device | None:
 
 @dataclass(eq=False, repr=False)
 class LayerwiseCastingHook(ModelHook):
-    """Keeps a module's weights in one format, and converts them to another for ``forward``.
+    """Keeps a module's weights in one format, and converts them to another for ``forward``."""
 
-    Args:
-        storage_dtype: What they are kept in, such as ``torch.float8_e4m3fn``.
-        compute_dtype: What they are while the module computes.
-        non_blocking: Whether the conversion may be under way when the next step begins.
-    """
-
-    storage_dtype: torch.dtype
+    storage_dtype: torch.dtype  # such as ``torch.float8_e4m3fn``
     compute_dtype: torch.dtype
-    non_blocking: bool
+    non_blocking: bool  # whether the conversion may be under way when the next step begins
 
     def __post_init__(self) -> None:
         check_float_dtypes(storage_dtype=self.storage_dtype, compute_dtype=self.compute_dtype)

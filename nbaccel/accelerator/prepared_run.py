@@ -102,8 +102,8 @@ class Handlers:
                 known = [*(one.__name__ for one in _HANDLER_KINDS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
-                    f"kwargs_handlers got {handler!r}, which has no effect. Give objects of "
-                    f"{', '.join(known)}."
+                    f"kwargs_handlers got a {type(handler).__name__}, which has no effect: "
+                    f"{handler!r}. Give objects of {', '.join(known)}."
                 )
             if kind in by_kind:
                 raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
@@ -161,16 +161,15 @@ class Request:
             request = registry.strategy(strategy.strategy).said_by(strategy_settings)
             strategy = replace(strategy, reason=request.reason or strategy.reason)
         loader_config = _loader_settings(given["dataloader_config"], given["split_batches"])
-        accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
+        accumulation, steps_source = _accumulation_settings(
             given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
         )
         precision_name, precision_source = _merge_precision(
             request, *_requested_precision(given["mixed_precision"], run_config)
         )
         if steps_source == "default" and request.accumulation_steps is not None:
-            accumulation_steps = request.accumulation_steps
             steps_source = "config"
-            accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
+            accumulation = replace(accumulation, num_steps=request.accumulation_steps)
         project_dir = given["project_dir"]
         project_settings = given["project_config"] or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project_settings.project_dir is None:
@@ -178,7 +177,7 @@ class Request:
         asked = TrainingRequest(
             mixed_precision=precision_name,
             precision_source=precision_source,
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=accumulation.num_steps or 1,
             accumulation_source=steps_source,
             strategy=strategy,
             fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
@@ -190,7 +189,7 @@ class Request:
             downcast_bf16=given["downcast_bf16"] or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
             asked=asked,
             handlers=handlers,
-            accumulation=accumulation_plugin,
+            accumulation=accumulation,
             data=loader_config,
             project=project_settings,
             settings=strategy_settings,
@@ -217,7 +216,8 @@ def _accumulation_settings(
     num_steps: int | None,
     accumulation_plugin: GradientAccumulationPlugin | None,
     run_config: RunConfig | None,
-) -> tuple[int, Any, GradientAccumulationPlugin]:
+) -> tuple[GradientAccumulationPlugin, Any]:
+    """The settings, and where the number of batches comes from."""
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
             f"gradient_accumulation_steps={num_steps!r}, the batches of one optimizer step, must "
@@ -234,7 +234,7 @@ def _accumulation_settings(
         )
     plugin = accumulation_plugin or GradientAccumulationPlugin()
     if plugin.num_steps is not None:
-        return plugin.num_steps, "argument", plugin
+        return plugin, "argument"
     source = "argument"
     if num_steps is None and run_config is not None:
         num_steps, source = run_config.gradient_accumulation_steps, "config"
@@ -247,7 +247,7 @@ def _accumulation_settings(
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
-    return num_steps, source, replace(plugin, num_steps=num_steps)
+    return replace(plugin, num_steps=num_steps), source
 
 
 def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:

@@ -198,9 +198,14 @@ class TrainingCheckpoints(Preparer):
             ConfigError: `save_directory` is a file.
         """
         # On every process, because gathering sharded weights is a collective.
-        state_dict = self._state_to_write(model)
+        state = self.get_state_dict(model)
+        if self._run.request.project.save_on_each_node:
+            text = "save_model: state of the model"
+            writes_by_rank = self._run.collectives.answers(text, self._writes_here)
+            writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
+            state = dict(send_to_writers(state, writers, self._run.collectives, what=text))
         if self._writes_here:
-            checkpoint.save_model(state_dict, save_directory, max_shard_size, safe_serialization)
+            checkpoint.save_model(state, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()  # so that any process may read the files
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -213,16 +218,6 @@ class TrainingCheckpoints(Preparer):
         """
         if self._writes_here:
             checkpoint.save(obj, f, safe_serialization)
-
-    def _state_to_write(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict, on all processes that write files."""
-        state = self.get_state_dict(model)
-        if not self._run.request.project.save_on_each_node:
-            return state
-        text = "save_model: state of the model"
-        writes_by_rank = self._run.collectives.answers(text, self._writes_here)
-        writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
-        return dict(send_to_writers(state, writers, self._run.collectives, what=text))
 
     @property
     def _writes_here(self) -> bool:

@@ -232,14 +232,6 @@ class Reporter:
         else:
             self._new_points[name].add(value.item() if is_tensor else float(value), step)
 
-    def _read_values(self, *, is_last: bool) -> None:
-        """Read what devices have computed: what was there at the last message, or all."""
-        num_read = len(self._unread) if is_last else self._num_older
-        for name, step, value in self._unread[:num_read]:
-            self._new_points[name].add(float(value), step)
-        del self._unread[:num_read]
-        self._num_older = len(self._unread)
-
     def _tell_now(self) -> None:
         self._next = 0.0
         self._tell()
@@ -273,7 +265,12 @@ class Reporter:
         spent_time.use_account(None)
 
     def _message(self, now: float, *, is_last: bool = False) -> Metrics:
-        self._read_values(is_last=is_last)
+        # Read what devices have computed: what was there at the last message, or all.
+        num_read = len(self._unread) if is_last else self._num_older
+        for name, step, value in self._unread[:num_read]:
+            self._new_points[name].add(float(value), step)
+        del self._unread[:num_read]
+        self._num_older = len(self._unread)
         self._had_group = self._had_group or dist.is_initialized()
         loop = self._loops.latest
         return Metrics(

@@ -21,7 +21,6 @@ script in it asks the server for the kernel's messages (`panel_script.js`).
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import html
 import importlib.resources
 import json
@@ -366,18 +365,15 @@ def followed_html(panel_html: str, place_id: str) -> str:
     name = Path(getattr(getattr(kernel, "parent", None), "connection_file", "")).stem
     kernel_id = name.removeprefix("kernel-") if name.startswith("kernel-") else ""
     arguments = json.dumps([place_id, kernel_id])
-    script = f"<script>{_script()}(...{arguments})</script>" if kernel_id else ""
+    script = ""
+    if kernel_id:
+        source = importlib.resources.files("nbaccel.output.panel").joinpath("panel_script.js")
+        script = f"<script>{source.read_text('utf-8').rstrip()}(...{arguments})</script>"
     seen = f"{dt.datetime.now().astimezone():%d %B, %H:%M:%S}"
     return (
         f'<div class="nbaccel-panel" data-place="{place_id}" data-seen="{seen}">'
         f"{panel_html}{script}</div>"
     )
-
-
-@functools.cache
-def _script() -> str:
-    source = importlib.resources.files("nbaccel.output.panel").joinpath("panel_script.js")
-    return source.read_text(encoding="utf-8").rstrip()
 
 
 def _running_cell() -> str:
