@@ -190,10 +190,22 @@ class _LoaderPreparation:
             base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
         # Without a sampler's generator there is none of that name, which `rng` would refuse.
         rng_types = [name for name in self.rng_types if name != "generator" or self.synchronized]
-        own_class = loader_class(dispatches=self.dispatches, stateful=self.stateful)
-        prepared_loader = own_class.around(
-            base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
+        copies_ahead = registry.device_runtime(self.place.device_name).copies_without_blocking
+        settings = LoaderSettings(
+            place=self.place,
+            collectives=self.collectives,
+            device=self.place.device if self.put_on_device else None,
+            non_blocking=self.settings.non_blocking and copies_ahead,
+            rng_types=tuple(rng_types),
+            synchronized=self.synchronized,
+            base_batch_size=_loader_batch_size(self.loader),
+            num_sharing=self.place.world_size,
+            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
+            split_batches=self.settings.split_batches,
+            stateful=self.stateful,
         )
+        own_class = loader_class(dispatches=self.dispatches, stateful=self.stateful)
+        prepared_loader = own_class.around(base_loader, self.gradient_state, settings)
         if isinstance(prepared_loader, DataLoaderDispatcher):
             prepared_loader.slice_fn = slice_fn
         return prepared_loader
@@ -231,22 +243,6 @@ class _LoaderPreparation:
     def _must_reseed(self) -> bool:
         *_, sampler = [None, *chain_of_samplers(self.loader)]
         return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
-
-    def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
-        copies_ahead = registry.device_runtime(self.place.device_name).copies_without_blocking
-        return LoaderSettings(
-            place=self.place,
-            collectives=self.collectives,
-            device=self.place.device if self.put_on_device else None,
-            non_blocking=self.settings.non_blocking and copies_ahead,
-            rng_types=rng_types,
-            synchronized=self.synchronized,
-            base_batch_size=_loader_batch_size(self.loader),
-            num_sharing=self.place.world_size,
-            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
-            split_batches=self.settings.split_batches,
-            stateful=self.stateful,
-        )
 
     def _whole_loader(self) -> DataLoader[Any]:
         """All of it. The user's own loader reads, unless something about it must change."""

@@ -91,8 +91,12 @@ def request_header(name: str) -> str:
 
 def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Show what the ranks' cells ended with: `{"data": ..., "metadata": ...}` each."""
+    groups: dict[str, tuple[list[int], Mapping[str, Any]]] = {}
+    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
+        if bundle and bundle["data"]:
+            groups.setdefault(repr(bundle), ([], bundle))[0].append(rank)
     lines: list[str] = []
-    for ranks, bundle in _equal_groups(results):
+    for ranks, bundle in groups.values():
         if len(ranks) == len(results):
             publish_display(bundle)
             return
@@ -106,22 +110,6 @@ def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
         lines = []
     if lines:
         _show_lines(lines)
-
-
-def _equal_groups(
-    results: Mapping[int, Mapping[str, Any] | None],
-) -> list[tuple[list[int], Mapping[str, Any]]]:
-    """Ranks with the same bundle, by their lowest; ranks without one are left out."""
-    groups: list[tuple[list[int], Mapping[str, Any]]] = []
-    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
-        if bundle and bundle["data"]:
-            # Compared one by one: bundles are dicts, which cannot be keys.
-            twins = next((ranks for ranks, other in groups if other == bundle), None)
-            if twins is None:
-                groups.append(([rank], bundle))
-            else:
-                twins.append(rank)
-    return groups
 
 
 def _show_lines(lines: list[str]) -> None:
