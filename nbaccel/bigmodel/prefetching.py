@@ -21,7 +21,6 @@ from nbaccel.plan.inspecting import free_host_bytes
 
 PREFETCH_WINDOW_BYTES = 256 * 1024**2  # of weights that are asked for ahead of time
 
-_FREE_PARTS = 8
 
 _copy_log = get_logger(__name__)
 
@@ -94,7 +93,7 @@ class ExecutionOrder:
         if self._copied is block:
             self._copied = None
         if block is self._registered[0]:
-            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
+            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // 8)
         coming_blocks = list(self._in_window(block))
         wanted = set(coming_blocks)
         for mistaken in self._asked - wanted - {block}:

@@ -62,7 +62,6 @@ from nbaccel.strategies import optimizer_shards
 
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
-_METADATA_FILE = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _DESCRIPTIONS = {
     *(
@@ -208,7 +207,7 @@ def _size(numbers: Any) -> torch.Size:
 
 def read_metadata(folder: Path) -> Metadata:
     """Read a checkpoint's metadata without running code."""
-    metadata_path = folder / _METADATA_FILE
+    metadata_path = folder / ".metadata"
     if not metadata_path.is_file():
         raise CheckpointDamaged(
             f"{metadata_path} is missing, which says where the shards are. Not all was copied "
