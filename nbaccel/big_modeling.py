@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nbaccel import hooks
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
@@ -55,17 +56,6 @@ from nbaccel.bigmodel.tensor_placing import (
     parameter_like,
     retie_parameters,
     usable_device,
-)
-from nbaccel.hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    check_float_dtypes,
-    check_values,
 )
 from nbaccel.strategies.model_blocks import own_block_classes
 from nbaccel.transfer.sharded_tensors import shard_readers
@@ -424,7 +414,7 @@ def _dispatch(
     else:
         (only_tier,) = tiers
         if torch.device(only_tier).type != "meta":
-            check_values(model)
+            hooks.check_values(model)
         model.to(only_tier)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -451,7 +441,7 @@ def _attach(
     # Where copies of each on a device are noted, by its address. On `meta` all addresses are 0:
     # such a tie is found again by `retie_parameters` alone.
     storages: dict[int, PlacedTensors] = {it.data_ptr(): {} for it in tied if not it.is_meta}
-    attach_align_device_hook_on_blocks(
+    hooks.attach_align_device_hook_on_blocks(
         model,
         execution_device={**execution_devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
@@ -564,8 +554,8 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module,
     execution_device: int | str | torch.device | None = None,
-    prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+    prev_module_hook: hooks.UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, hooks.UserCpuOffloadHook]:
     """Keep a whole model in host memory until it is called; then it stays on the device.
 
     For pipelines of several models, of which one at a time is on the device.
@@ -579,9 +569,9 @@ def cpu_offload_with_hook(
     Returns:
         The model, and a hook whose ``offload()`` moves it out and whose ``remove()`` ends all this.
     """
-    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
-    add_hook_to_module(model, hook, append=True)
-    return model, UserCpuOffloadHook(model, hook)
+    hook = hooks.CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    hooks.add_hook_to_module(model, hook, append=True)
+    return model, hooks.UserCpuOffloadHook(model, hook)
 
 
 def _offload_all(
@@ -598,8 +588,8 @@ def _offload_all(
             "execution_device, for example torch.device('cpu')."
         )
     # Outermost, so that outputs return to where the inputs were.
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True), append=True)
+    hooks.attach_align_device_hook(
         model, execution_device=device, offload=True, weights_map=weights, **hook_settings
     )
     return model
@@ -627,13 +617,13 @@ def attach_layerwise_casting_hooks(
     Raises:
         ConfigError: A format is none of floating-point numbers.
     """
-    check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
+    hooks.check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
     texts = skip_modules_pattern or ()
     patterns = [re.compile(text) for text in ([texts] if isinstance(texts, str) else texts)]
     for name, layer in _layers_to_cast(module, "", patterns, tuple(skip_modules_classes or ())):
         _hook_log.debug("Weights of %r are kept in %s", name, storage_dtype)
-        hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-        add_hook_to_module(layer, hook, append=True)
+        hook = hooks.LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+        hooks.add_hook_to_module(layer, hook, append=True)
 
 
 def _layers_to_cast(

@@ -23,14 +23,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.torch_private import module_tables
 from nbaccel.base.units import count_noun, format_bytes, parse_bytes
-from nbaccel.bigmodel.block_packing import (
-    Block,
-    BlockForest,
-    Packing,
-    Tier,
-    find_block,
-    pack_blocks,
-)
+from nbaccel.bigmodel import block_packing
 from nbaccel.bigmodel.module_sizes import (
     NamedPart,
     WeightFormat,
@@ -269,8 +262,10 @@ def infer_auto_device_map(
     is_whole = type(model).__name__ in whole_classes
     parts = [("", model)] if is_whole else list(_direct_parts("", model))
     blocks = _list_blocks(parts, whole_classes, module_sizes)
-    packing = pack_blocks(
-        BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
+    packing = block_packing.pack_blocks(
+        block_packing.BlockForest(blocks, tied_groups),
+        _tiers_of(budgets),
+        may_skip_ahead=fallback_allocation,
     )
     for name, device in packing.devices.items() if verbose else ():
         _log.info("%s: put on %s, %s bytes", name, device, module_sizes.get(name, 0))
@@ -304,9 +299,9 @@ def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
 
 def _list_blocks(
     parts: Iterable[NamedPart], whole_classes: frozenset[str], sizes: Mapping[str, float]
-) -> list[Block]:
+) -> list[block_packing.Block]:
     """All blocks that may be placed alone, each before those inside of it."""
-    blocks: list[Block] = []
+    blocks: list[block_packing.Block] = []
     stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
         part_name, part, outer_name = stack.pop()
@@ -319,26 +314,26 @@ def _list_blocks(
         inner_parts = list(_direct_parts(part_name, part)) if is_split else []
         # Buffers that stand alone are not brought back and forth.
         is_layer = not inner_parts and isinstance(part, (nn.Module, nn.Parameter))
-        blocks.append(Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
+        blocks.append(block_packing.Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
         stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
     return blocks
 
 
-def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
+def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[block_packing.Tier]:
     accelerators = [device for device in budgets if is_accelerator(device)]
     # An accelerator without a number shares the host's memory: what lies on the disk goes to it.
     host_keeps_room = all(isinstance(device, int) for device in accelerators)
     main_device = accelerators[-1 if not host_keeps_room else 0] if accelerators else None
     tiers = [
-        Tier(device, budgets[device], level=0, keeps_room=device == main_device)
+        block_packing.Tier(device, budgets[device], level=0, keeps_room=device == main_device)
         for device in accelerators
     ]
     if HOST in budgets:
-        tiers.append(Tier(HOST, budgets[HOST], level=1, keeps_room=host_keeps_room))
-    return [*tiers, Tier(DISK, budgets.get(DISK), level=2)]
+        tiers.append(block_packing.Tier(HOST, budgets[HOST], level=1, keeps_room=host_keeps_room))
+    return [*tiers, block_packing.Tier(DISK, budgets.get(DISK), level=2)]
 
 
-def _too_small_text(packing: Packing) -> str:
+def _too_small_text(packing: block_packing.Packing) -> str:
     table_rows = [("device", "budget", "placed", "wanted next", "its size")]
     for tier in packing.tiers:
         refusal = packing.refusals.get(tier.device)
@@ -359,7 +354,7 @@ def _too_small_text(packing: Packing) -> str:
     )
 
 
-def _report_empty_devices(packing: Packing) -> None:
+def _report_empty_devices(packing: block_packing.Packing) -> None:
     needs = {
         device: refusal.size + refusal.room_kept
         for device, refusal in packing.refusals.items()
@@ -374,7 +369,7 @@ def _report_empty_devices(packing: Packing) -> None:
         )
 
 
-def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> None:
+def _check_room_for_buffers(packing: block_packing.Packing, sizes: Mapping[str, float]) -> None:
     buffer_bytes = sum(
         sizes.get(name, 0) for name, device in packing.devices.items() if not is_accelerator(device)
     )
@@ -475,8 +470,8 @@ def fallback_allocate(
     is_below_zero = not isinstance(size_limit, str) and size_limit < 0
     limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
     blocks = _list_blocks(modules, whole_classes, module_sizes)
-    forest = BlockForest(blocks, tied_parameters or ())
-    members = find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
+    forest = block_packing.BlockForest(blocks, tied_parameters or ())
+    members = block_packing.find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
     if not members:
         return None, None, list(modules)
     found_name = forest.blocks[members[0]].name

@@ -51,6 +51,7 @@ from nbaccel.base.units import (
 )
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
+from nbaccel.output.panel import live_html
 from nbaccel.output.panel.curves import (
     ChartLine,
     chart_of,
@@ -72,25 +73,6 @@ from nbaccel.output.panel.facts import (
     slowest_sentence,
     starting_sentence,
     steps_in_all,
-)
-from nbaccel.output.panel.live_html import (
-    LABEL_CHARS,
-    PANEL_STYLE,
-    SUMMARY_STYLE,
-    advice_html,
-    advice_of,
-    compile_words,
-    filled_columns,
-    html_table,
-    left_out_sentence,
-    lines_block,
-    printed_html,
-    progress_of,
-    quiet,
-    rank_times_html,
-    rate_text,
-    step_words,
-    titled,
 )
 from nbaccel.plan import Plan
 
@@ -184,7 +166,7 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
         ranks=tuple(
             _figures_of(facts, times.get(rank), board.now) for rank, facts in board.ranks.items()
         ),
-        advice=tuple(advice_of(board)),
+        advice=tuple(live_html.advice_of(board)),
         slowest=board.times.slowest(),
         curves={name: board.curves(name) for name in board.metric_names()},
         marks=tuple(board.marks),
@@ -197,7 +179,7 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
     return RankFigures(
         rank=facts.rank,
         state=facts.told.phase or facts.state,
-        progress=" · ".join(filter(None, (loop.words for loop in progress_of(facts)))),
+        progress=" · ".join(filter(None, (loop.words for loop in live_html.progress_of(facts)))),
         steps=facts.told.steps,
         steps_in_all=steps_in_all(facts, now),
         steps_per_s=facts.pace.overall,
@@ -205,7 +187,7 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
         samples_per_s=facts.samples_pace.overall if facts.told.samples else None,
         peak_host_bytes=facts.memory.peak_rss or None,
         peak_device_bytes=facts.memory.peak_device,
-        compiled=compile_words(facts),
+        compiled=live_html.compile_words(facts),
         times=times,
     )
 
@@ -242,7 +224,7 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
         if has_memory
         else "Memory is looked at once a second, and the run had ended before."
     )
-    if sentence := left_out_sentence(board):
+    if sentence := live_html.left_out_sentence(board):
         yield f"{sentence}."
     if board.warnings.num_left_out:
         yield f"{board.warnings.num_left_out:,} more warnings with other texts were not kept."
@@ -289,12 +271,14 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
         is_cut = facts.ending and leading.steps_in_all != leading.steps
         in_all = leading.steps_in_all if is_cut else None
         rate = leading.steps_per_s
-        parts += step_words(leading.steps, in_all, rate, facts.samples_per_s, leading.compiled)
+        parts += live_html.step_words(
+            leading.steps, in_all, rate, facts.samples_per_s, leading.compiled
+        )
     if names := facts.metric_names:
         curves = [*facts.curves[names[0]].values()]
         loss = format_number(mean(points[-1][1] for points in curves))
         curve = f" {sparkline([y for _, y in curves[0]])}" if with_curve else ""
-        parts.append(f"{plain_text(names[0], LABEL_CHARS)} {loss}{curve}")
+        parts.append(f"{plain_text(names[0], live_html.LABEL_CHARS)} {loss}{curve}")
     if facts.slowest is not None:
         share = facts.slowest.waited_share * 100
         parts.append(f"{share:.0f} % waited for rank {facts.slowest.rank}")
@@ -312,7 +296,7 @@ def most_bytes(facts: RunFacts, name: str) -> str:
 
 def title_of(facts: RunFacts) -> str:
     """What was run."""
-    name = plain_text(facts.title, LABEL_CHARS) or "Run"
+    name = plain_text(facts.title, live_html.LABEL_CHARS) or "Run"
     return f"{name} on {count_noun(facts.plan.num_processes, 'worker')}"
 
 
@@ -327,10 +311,10 @@ def _sections(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> Itera
     yield _time_section(facts)
     yield _curve_section(facts, names, as_image=as_image)
     if rows := _figure_rows(facts):
-        yield _Section("Steps and memory", indented(rows), html_table(rows))
+        yield _Section("Steps and memory", indented(rows), live_html.html_table(rows))
     yield _list_section("Warnings", _warning_lines(facts))
     plan = [f"  {line}".rstrip() for line in facts.plan.text.split("\n")]
-    yield _Section("Plan", plan, lines_block(facts.plan.text, scrolls=False))
+    yield _Section("Plan", plan, live_html.lines_block(facts.plan.text, scrolls=False))
     yield _list_section("How it was measured", facts.notes)
 
 
@@ -344,7 +328,7 @@ def _time_section(facts: RunFacts) -> _Section:
     ranks = facts.timed_ranks
     if not ranks:
         words = "No loop over batches was seen."
-        return _Section("Time by rank", [f"  {words}"], f"<div>{quiet(words)}</div>")
+        return _Section("Time by rank", [f"  {words}"], f"<div>{live_html.quiet(words)}</div>")
     slowest = slowest_sentence(facts.slowest, ranks) if len(ranks) > 1 else ""
     left_out = starting_sentence(ranks)
     rows = [["rank", *TIME_KINDS, "together"]]
@@ -357,8 +341,8 @@ def _time_section(facts: RunFacts) -> _Section:
     return _Section(
         "Time by rank",
         [*indented(rows), *(f"  {words}" for words in (slowest, left_out) if words)],
-        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(rows)}"
-        + (f"<div>{quiet(left_out)}</div>" if left_out else ""),
+        f"<div>{html.escape(slowest)}</div>{live_html.rank_times_html(ranks)}{live_html.html_table(rows)}"
+        + (f"<div>{live_html.quiet(left_out)}</div>" if left_out else ""),
     )
 
 
@@ -368,13 +352,15 @@ def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> 
         points = next(iter(facts.curves[name].values()))
         rows.append([name, sparkline([y for _, y in points]), from_to(points)])
     charts = "".join(_chart(facts, name, as_image=as_image) for name in names[:_MOST_CHARTS])
-    more = f"<div>{quiet(', '.join(names[_MOST_CHARTS:]))}</div>"
+    more = f"<div>{live_html.quiet(', '.join(names[_MOST_CHARTS:]))}</div>"
     drawn = f'<div style="{_CHARTS_STYLE}">{charts}</div>{more}' if charts else ""
     return _Section("Curves", indented(rows), drawn)
 
 
 def _chart(facts: RunFacts, name: str, *, as_image: bool) -> str:
-    return titled(name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image))
+    return live_html.titled(
+        name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image)
+    )
 
 
 def from_to(points: Sequence[tuple[float, float]] | None) -> str:
@@ -386,9 +372,9 @@ _FIGURE_COLUMNS: dict[str, Callable[[RankFigures], str]] = {
     "state": lambda figures: figures.state,
     "progress": lambda figures: figures.progress,
     "steps": lambda figures: f"{figures.steps:,}" if figures.steps else "",
-    "steps/s": lambda figures: rate_text(figures.steps_per_s),
+    "steps/s": lambda figures: live_html.rate_text(figures.steps_per_s),
     "samples": lambda figures: f"{figures.samples:,}" if figures.samples else "",
-    "samples/s": lambda figures: rate_text(figures.samples_per_s),
+    "samples/s": lambda figures: live_html.rate_text(figures.samples_per_s),
     "most host memory": lambda figures: _size(figures.peak_host_bytes),
     "most device memory": lambda figures: _size(figures.peak_device_bytes),
 }
@@ -401,11 +387,11 @@ def _size(num_bytes: int | None) -> str:
 def _figure_rows(facts: RunFacts) -> list[list[str]]:
     columns = {"rank": [str(figures.rank) for figures in facts.ranks]}
     for name, text_of in _FIGURE_COLUMNS.items():
-        columns[name] = [plain_text(text_of(one), 2 * LABEL_CHARS) for one in facts.ranks]
+        columns[name] = [plain_text(text_of(one), 2 * live_html.LABEL_CHARS) for one in facts.ranks]
     for name in facts.metric_names[:1]:
         cells = [from_to(facts.curves[name].get(figures.rank)) for figures in facts.ranks]
-        columns[plain_text(name, LABEL_CHARS)] = cells
-    rows = filled_columns(columns, "rank")
+        columns[plain_text(name, live_html.LABEL_CHARS)] = cells
+    rows = live_html.filled_columns(columns, "rank")
     return rows if len(rows[0]) > 1 else []
 
 
@@ -438,9 +424,9 @@ def _part_html(facts: RunFacts, above: str, names: Sequence[str], *, as_image: b
 def report_document(facts: RunFacts) -> str:
     """A whole HTML file that needs nothing beside it."""
     title = html.escape(title_of(facts))
-    advice = advice_html(facts.advice)
+    advice = live_html.advice_html(facts.advice)
     began = facts.began.replace("T", " ").replace("+00:00", " UTC")
-    origin = quiet(f"Began {began} · nbaccel {facts.nbaccel_version}")
+    origin = live_html.quiet(f"Began {began} · nbaccel {facts.nbaccel_version}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -457,12 +443,13 @@ def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False)
     headline = f"{_SIGNS[facts.ending]} <b>{count_noun(len(facts.ranks), 'rank')}</b> · {words}"
     names = facts.metric_names
     in_sight = [] if folds_chart else names[:1]
-    report = _part_html(facts, "", names[len(in_sight) :]) + printed_html(board)
+    report = _part_html(facts, "", names[len(in_sight) :]) + live_html.printed_html(board)
     charts = "".join(_chart(facts, name, as_image=True) for name in in_sight)
     return (
-        f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
+        f'<div style="{live_html.PANEL_STYLE}"><details>'
+        f'<summary style="{live_html.SUMMARY_STYLE}">{headline}</summary>'
         # In sight, and not only in the report.
-        f"{report}</details>{advice_html(facts.advice)}{charts}</div>"
+        f"{report}</details>{live_html.advice_html(facts.advice)}{charts}</div>"
     )
 
 
@@ -563,9 +550,12 @@ class RunReport:
 
     def _repr_html_(self) -> str:
         facts = self.facts
-        title, parts = html.escape(title_of(facts)), quiet(" · ".join(_finished_parts(facts)))
+        title, parts = (
+            html.escape(title_of(facts)),
+            live_html.quiet(" · ".join(_finished_parts(facts))),
+        )
         headline = f"<div><b>{title}</b> {parts}</div>"
-        return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
+        return _part_html(facts, headline + live_html.advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
         lines = [f"{title_of(self.facts)} · {' · '.join(_finished_parts(self.facts))}"]
@@ -658,11 +648,11 @@ class RunComparison:
                 if points
             ]
             if len(lines) > 1:
-                charts += titled(name, chart_of(lines, name, as_image=True))
+                charts += live_html.titled(name, chart_of(lines, name, as_image=True))
         return charts
 
     def _repr_html_(self) -> str:
-        return f"<div>{html_table(self._rows())}{self._charts()}</div>"
+        return f"<div>{live_html.html_table(self._rows())}{self._charts()}</div>"
 
     def __str__(self) -> str:
         return "\n".join(indented(self._rows()))
@@ -686,9 +676,9 @@ _ROWS: dict[str, Callable[[RunFacts], str]] = {
         f"{steps:,}" if (steps := max((one.steps or 0 for one in facts.ranks), default=0)) else ""
     ),
     "steps/s": lambda facts: next(
-        filter(None, (rate_text(one.steps_per_s) for one in facts.ranks)), ""
+        filter(None, (live_html.rate_text(one.steps_per_s) for one in facts.ranks)), ""
     ),
-    "samples/s": lambda facts: rate_text(facts.samples_per_s),
+    "samples/s": lambda facts: live_html.rate_text(facts.samples_per_s),
     **{kind: functools.partial(_share, kind) for kind in TIME_KINDS},
     "most host memory": lambda facts: most_bytes(facts, "peak_host_bytes"),
     "most device memory": lambda facts: most_bytes(facts, "peak_device_bytes"),

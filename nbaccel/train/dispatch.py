@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
+from nbaccel.base import trees
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
-from nbaccel.base.trees import (
-    concatenate,
-    find_batch_size,
-    leaves,
-    map_tensors,
-    send_to_device,
-    slice_rows,
-)
 from nbaccel.train import distributed
 from nbaccel.train.loader import DataLoaderShard, PreparedLoader, reading_class, refuse_mesh
 
@@ -129,7 +122,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     "processes, and it was not the last. Make all others divisible by "
                     f"{world_size}, or give DataLoaderConfiguration(dispatch_batches=False)."
                 )
-            num_rows = find_batch_size(batch) or 0
+            num_rows = trees.find_batch_size(batch) or 0
             if first_rows is None:
                 # Enough to fill any round: fewer than `world_size` rows can be missing.
                 first_rows = self._slice_batch(batch, slice(0, world_size))
@@ -138,15 +131,15 @@ class DataLoaderDispatcher(PreparedLoader):
                 continue  # dropped, but if another round follows, this one was a mistake
             self._last_rows = num_rows
             rows_each = math.ceil(num_rows / world_size)
-            while 0 < (find_batch_size(batch) or 0) < rows_each * world_size:
-                batch = concatenate([batch, first_rows])
+            while 0 < (trees.find_batch_size(batch) or 0) < rows_each * world_size:
+                batch = trees.concatenate([batch, first_rows])
             yield self._slice_batch(
                 batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
             )
 
     def _slice_batch(self, batch: Any, rows: slice) -> Any:
         if self.slice_fn is None:
-            return slice_rows(batch, rows)
+            return trees.slice_rows(batch, rows)
         place = self.settings.place
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
@@ -158,7 +151,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
             try:
-                yield concatenate(round_batches) if per_round > 1 else round_batches[0]
+                yield trees.concatenate(round_batches) if per_round > 1 else round_batches[0]
             except (RuntimeError, ValueError, KeyError) as error:
                 raise ConfigError(
                     f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
@@ -172,7 +165,7 @@ class DataLoaderDispatcher(PreparedLoader):
             batch = next(source, None)
         except Exception as error:  # of any kind: the others wait for an announcement
             read_error, text = error, f"{type(error).__name__}: {error}"
-        blank_batch = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
+        blank_batch = trees.map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
         announcement = (blank_batch, text, isinstance(read_error, ConfigError))
         blank_batch, text, is_mistake = settings.collectives.broadcast_object(announcement)
         if text:
@@ -187,22 +180,22 @@ class DataLoaderDispatcher(PreparedLoader):
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
-            batch = send_to_device(batch, device, non_blocking=settings.non_blocking)
+            batch = trees.send_to_device(batch, device, non_blocking=settings.non_blocking)
             # `broadcast` refuses tensors that are not contiguous, such as transposed ones.
-            batch = map_tensors(torch.Tensor.contiguous, batch)
+            batch = trees.map_tensors(torch.Tensor.contiguous, batch)
         else:
             # Not `empty_like`, which would keep strides.
-            batch = map_tensors(
+            batch = trees.map_tensors(
                 lambda blank: torch.empty(blank.shape, dtype=blank.dtype, device=device),
                 blank_batch,
             )
-        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor)]
         settings.collectives.broadcast(tensors)
         return batch
 
 
 def _check_divisible_leaves(batches: list[Any]) -> None:
-    first_leaves, *other_leaves = [leaves(batch) for batch in batches]
+    first_leaves, *other_leaves = [trees.leaves(batch) for batch in batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
         leaf

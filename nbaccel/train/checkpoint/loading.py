@@ -36,15 +36,8 @@ from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import files
+from nbaccel.train.checkpoint import files, folder_writing
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
-from nbaccel.train.checkpoint.folder_writing import (
-    all_succeed,
-    check_is_own_part,
-    find_checkpoint,
-    ranks_of_part,
-    read_manifest,
-)
 from nbaccel.train.checkpoint.saving import CheckpointParts, trained_by_name, uncompiled_name
 from nbaccel.train.collectives import Collectives
 
@@ -82,26 +75,26 @@ def load_state(
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
-    with all_succeed(collectives, text):
-        source_folder = find_checkpoint(Path(folder))
+    with folder_writing.all_succeed(collectives, text):
+        source_folder = folder_writing.find_checkpoint(Path(folder))
         if parts.sharder is not None:
-            check_is_own_part(source_folder, place)
+            folder_writing.check_is_own_part(source_folder, place)
         check_contents(source_folder, parts, with_models=not hooks)
         load = _CheckpointLoad(source_folder, parts, place, read_options, device, options)
         damaged = load.damaged_files()
     try:
         # Two exchanges, because a damaged file must not even be read for comparison.
         _judge_together(collectives, text, damaged, [])
-        with all_succeed(collectives, text):
+        with folder_writing.all_succeed(collectives, text):
             damaged, unfit = load.check(with_models=not hooks)
         _judge_together(collectives, text, damaged, unfit)
         # Around `all_succeed`: if another process failed, this one undoes its part, too.
         with contextlib.ExitStack() as undoing:
-            with all_succeed(collectives, text):
+            with folder_writing.all_succeed(collectives, text):
                 load.run_hooks(hooks)
                 load.load_small_states(undoing)
             undoing.pop_all()
-        with all_succeed(collectives, text):
+        with folder_writing.all_succeed(collectives, text):
             load.load_large_parts()
         return load.step
     finally:
@@ -277,7 +270,7 @@ class _CheckpointLoad:
         self._damaged: list[str] = []
         self._recorded = {}
         try:
-            self._recorded = dict(read_manifest(self._folder))
+            self._recorded = dict(folder_writing.read_manifest(self._folder))
         except CheckpointDamaged as error:
             self._damaged += error.mistakes
         self._left_out = files.read_left_out(self._folder)
@@ -341,7 +334,7 @@ class _CheckpointLoad:
         """A folder of which every process reads a part: a model, with an optimizer or without."""
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
-        ranks_there = ranks_of_part(self._folder)
+        ranks_there = folder_writing.ranks_of_part(self._folder)
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
