@@ -27,7 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -345,11 +345,11 @@ _LoopKey = tuple[int, str, "int | None", "str | None"]  # depth, name without nu
 
 
 class EpochCount:
-    """Counts the epochs of one training, by the clock of this process."""
+    """Counts the epochs of one training, or rounds of a bar, by the clock of this process."""
 
-    def __init__(self, total: int, began_at: float, began_steps: int) -> None:
+    def __init__(self, total: float, began_at: float, began_steps: int) -> None:
         self.total = total
-        self.done = 0
+        self.done = 0.0
         self._began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
@@ -362,8 +362,8 @@ class EpochCount:
     def progress(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
         return OuterLoop(
-            total=self.total,
-            done=self.done,
+            total=int(self.total),
+            done=int(self.done),
             done_s=self._done_at - self._began_at,
             round_s=current_time - self._done_at,
             done_steps=self._done_steps - self._began_steps,
@@ -540,9 +540,7 @@ _MOST_KEPT = 16  # a function may leave any number of bars without closing them
 @dataclass(kw_only=True, slots=True, eq=False)
 class _KnownBar:
     bar: ProgressBar
-    rounds: float
-    total: float | None
-    count: EpochCount
+    count: EpochCount  # of its rounds
     is_closed: bool = False
 
 
@@ -560,16 +558,15 @@ class ProgressBars:
         if known is None or known.is_closed:
             # A loop that is through is of no interest once another one has begun.
             self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
-            count = EpochCount(0, now - found.elapsed_s, steps)
-            known = _KnownBar(bar=found, rounds=tqdm_bar.n, total=tqdm_bar.total, count=count)
+            known = _KnownBar(bar=found, count=EpochCount(0, now - found.elapsed_s, steps))
             self._bars[id(tqdm_bar)] = known
             for oldest in list(self._bars)[:-_MOST_KEPT]:
                 del self._bars[oldest]
-        elif known.rounds != tqdm_bar.n:
+        elif known.count.done != tqdm_bar.n:
             known.count.note_done(now, steps)
         known.bar = found
-        known.rounds = tqdm_bar.n
-        known.total = tqdm_bar.total
+        known.count.done = tqdm_bar.n
+        known.count.total = tqdm_bar.total or 0
         return is_new
 
     def close(self, tqdm_bar: Any) -> None:
@@ -585,20 +582,15 @@ class ProgressBars:
     def around(self, loop: RunningLoop, now: float, steps: int) -> OuterLoop | None:
         """How far the loop is whose bar is around the loop over batches; None without one."""
         outer = next(iter(self._bars.values()), None)
-        if outer is None or not outer.total or not _is_around(outer, loop, len(self._bars)):
+        if outer is None or not outer.count.total:
             return None
-        progress = outer.count.progress(now, steps)
-        return replace(progress, total=int(outer.total), done=int(outer.rounds))
-
-
-def _is_around(outer: _KnownBar, loop: RunningLoop, num_bars: int) -> bool:
-    """Whether it is the bar of a loop around another one, and not one that was left half done."""
-    if loop.is_seen and outer.total == loop.total_batches:
-        return False  # it is the bar of that loop
-    if loop.epoch:
-        # An epoch's loop may be over before the bar around it moves.
-        return loop.epoch - 1 <= outer.rounds <= loop.epoch
-    return num_bars > 1
+        if loop.is_seen and outer.count.total == loop.total_batches:
+            return None  # it is the bar of that loop
+        # An epoch's loop may be over before the bar around it moves; others were left half done.
+        is_around = len(self._bars) > 1
+        if loop.epoch:
+            is_around = loop.epoch - 1 <= outer.count.done <= loop.epoch
+        return outer.count.progress(now, steps) if is_around else None
 
 
 def _numbers_of(tqdm_bar: Any, *, is_elsewhere: bool) -> ProgressBar:
