@@ -139,7 +139,7 @@ def init_on_device(
             for shard_reader in shard_readers(loaded_only=False):
                 stack.enter_context(shard_reader.building_whole())
         _watch_registrations()
-        stack.callback(setattr, _this_thread, "block", _open_block())
+        stack.callback(setattr, _this_thread, "block", _this_thread.block)
         _this_thread.block = _Block(target, include_buffers)
         yield
 
@@ -154,11 +154,11 @@ class _Block:
     moved: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
 
-_this_thread = threading.local()
+class _ThisThread(threading.local):
+    block: _Block | None = None  # the innermost that this thread is in
 
 
-def _open_block() -> _Block | None:
-    return getattr(_this_thread, "block", None)
+_this_thread = _ThisThread()
 
 
 @functools.cache
@@ -169,7 +169,7 @@ def _watch_registrations() -> None:
 
 
 def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
-    block = _open_block()
+    block = _this_thread.block
     if block is None or parameter is None or check_device_same(parameter.device, block.device):
         return parameter
     if parameter not in block.moved:
@@ -179,7 +179,7 @@ def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
 
 
 def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
-    block = _open_block()
+    block = _this_thread.block
     if block is None or buffer is None or not block.include_buffers:
         return buffer
     _check_can_move(module, name, buffer, block)

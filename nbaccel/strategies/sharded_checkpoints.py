@@ -62,23 +62,16 @@ from nbaccel.strategies import optimizer_shards
 
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# What describes a checkpoint, by its module.
 _DESCRIPTIONS = {
-    *(
-        (_METADATA_MODULE, class_name)
-        for class_name in (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-            *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *(
-        (module_name, class_name)
-        # Python 3.13 pickles paths under a module of its own.
-        for module_name in ("pathlib", "pathlib._local")
-        for class_name in ("PosixPath", "WindowsPath", "PurePosixPath")
-    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    # Python 3.13 pickles paths under a module of its own.
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath", "PurePosixPath")),
 }
 _CONTAINERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
@@ -121,7 +114,7 @@ class _NoteUnpickler(pickle.Unpickler):
             return found
         if (module, name) in _CONTAINERS:
             return _CONTAINERS[module, name]
-        if (module, name) not in _DESCRIPTIONS:
+        if name not in _DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
         if name not in self._note_classes:
             self._note_classes[name] = type(name, (_Note,), {})
