@@ -419,10 +419,10 @@ class ExchangeDelay:
 
 
 def _note_batch(plain: _Plain, iterator: Any) -> Any:
-    loop: SeenLoop | None = vars(iterator).get("_nbaccel_loop")
+    loop: SeenLoop | None = vars(iterator).get("nbaccel_loop")
     if loop is None:
         loop = begin_loop(iterator, vars(iterator).get("_dataset"))
-        vars(iterator)["_nbaccel_loop"] = loop
+        vars(iterator)["nbaccel_loop"] = loop
     if loop is not None:
         return loop.read(functools.partial(plain, iterator))
     if not _watch.is_told:
@@ -494,7 +494,7 @@ def _take_bar(plain: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
         and len(args) < 5  # else the fifth is the file
         and not is_drawn_elsewhere
     )
-    vars(bar)["_nbaccel_in_panel"] = is_in_panel
+    vars(bar)["nbaccel_in_panel"] = is_in_panel
     if is_in_panel:
         kwargs["file"] = metrics_reporter.NOWHERE
     # Since 4.66 it is no function: it reads defaults from the environment.
@@ -505,7 +505,7 @@ def _take_bar(plain: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _tell_of_bar(plain: _Plain, bar: Any, msg: str | None = None, *args: Any, **kwargs: Any) -> Any:
-    if not vars(bar).get("_nbaccel_in_panel"):
+    if not vars(bar).get("nbaccel_in_panel"):
         return plain(bar, msg, *args, **kwargs)
     # With a text it erases itself, or says that it is one of too many.
     if msg is None and (reporter := _watch.bar_reporter()):
