@@ -177,7 +177,16 @@ class _LoaderPreparation:
     def __post_init__(self) -> None:
         self.is_iterable = isinstance(self.loader.dataset, IterableDataset)
         self.stateful = self.settings.use_stateful_dataloader or hasattr(self.loader, "state_dict")
-        self.dispatches = self._dispatches()
+        wants_dispatch = self.settings.dispatch_batches
+        if wants_dispatch and not self.put_on_device:
+            raise ConfigError(
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) sends batches from "
+                "device to device, and device placement is off. Leave it on, or give "
+                "dispatch_batches=False."
+            )
+        self.dispatches = self.is_iterable and self.put_on_device
+        if wants_dispatch is not None:
+            self.dispatches = wants_dispatch
 
     def run(self, slice_fn: SliceFn | None) -> PreparedLoader:
         self._check_loader()
@@ -209,16 +218,6 @@ class _LoaderPreparation:
         if isinstance(prepared_loader, DataLoaderDispatcher):
             prepared_loader.slice_fn = slice_fn
         return prepared_loader
-
-    def _dispatches(self) -> bool:
-        wants_dispatch = self.settings.dispatch_batches
-        if wants_dispatch and not self.put_on_device:
-            raise ConfigError(
-                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) sends batches from "
-                "device to device, and device placement is off. Leave it on, or give "
-                "dispatch_batches=False."
-            )
-        return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
     def _check_loader(self) -> None:
         name = type(self.loader).__name__
@@ -260,7 +259,13 @@ class _LoaderPreparation:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             # Its indices are already this process's share; cutting them again would lose samples.
             return _rebuild_loader(self.loader, stateful=self.stateful)
-        self._give_generator(sampler)
+        if hasattr(sampler, "generator") and not isinstance(sampler, SeedableRandomSampler):
+            # Of its own, which can be kept equal everywhere.
+            if sampler.generator is None:
+                # The same draw from the same generator as in Accelerate, so that orders stay equal.
+                seed = int(torch.empty((), dtype=torch.int64).random_().item())
+                sampler.generator = torch.Generator().manual_seed(seed)
+            self.synchronized = sampler.generator
         shard = BatchSamplerShard(
             _index_batches(self.loader),
             self.place.world_size,
@@ -269,16 +274,6 @@ class _LoaderPreparation:
             self.settings.even_batches,
         )
         return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
-
-    def _give_generator(self, sampler: Any) -> None:
-        """Let the sampler draw from a generator of its own, which can be kept equal everywhere."""
-        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
-            return
-        if sampler.generator is None:
-            # The same draw from the same generator as in Accelerate, so that orders stay equal.
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            sampler.generator = torch.Generator().manual_seed(seed)
-        self.synchronized = sampler.generator
 
     def _iterable_share(self) -> DataLoader[Any]:
         dataset: Any = self.loader.dataset

@@ -392,21 +392,20 @@ class MLflowTracker(ServiceTracker):
     active_run = ServiceTracker.tracker
 
     def start(self) -> None:
+        experiment = self.package.get_experiment_by_name(self.experiment_name)
+        if experiment is None:
+            location = None if self.logging_dir is None else str(self.logging_dir)
+            number = self.package.create_experiment(self.experiment_name, location, self.tags)
+        else:
+            number = experiment.experiment_id
         self.run = self.package.start_run(
             run_id=self.run_id,
-            experiment_id=self._experiment_id(),
+            experiment_id=str(number),
             run_name=self.run_name or None,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
         )
-
-    def _experiment_id(self) -> str:
-        experiment = self.package.get_experiment_by_name(self.experiment_name)
-        if experiment is not None:
-            return str(experiment.experiment_id)
-        location = None if self.logging_dir is None else str(self.logging_dir)
-        return str(self.package.create_experiment(self.experiment_name, location, self.tags))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""

@@ -248,7 +248,12 @@ class Checkpoints:
         project = self._project
         is_numbered = project.automatic_checkpoint_naming and may_be_numbered
         if is_numbered:
-            target = self._numbered_target(folder)
+            parent = _folder_of(project)
+            # After all existing ones, also of an earlier run.
+            number = max([project.iteration, *(n + 1 for n in _numbered_checkpoints(parent))])
+            target = parent / f"checkpoint_{number}"
+            if folder is not None:
+                _log.warning("checkpoints are numbered: saving to %s, not to %s", target, folder)
         elif folder is not None:
             target = Path(folder)
         else:
@@ -266,25 +271,14 @@ class Checkpoints:
             **options,
         )
         # From the folder's name, which process 0 chose: the count of this process may be another.
-        number = _number_of(checkpoint_path) if is_numbered else None
-        project.iteration = (project.iteration if number is None else number) + 1
+        saved_number = _number_of(checkpoint_path) if is_numbered else None
+        project.iteration = (project.iteration if saved_number is None else saved_number) + 1
         # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
             existing = list(_numbered_checkpoints(checkpoint_path.parent).values())
             for path in existing[: -project.total_limit if project.total_limit else 0]:
                 discard_checkpoint(path)
         return checkpoint_path
-
-    def _numbered_target(self, folder: str | Path | None) -> Path:
-        parent = _folder_of(self._project)
-        # After all existing ones, also of an earlier run.
-        number = max([self._project.iteration, *(n + 1 for n in _numbered_checkpoints(parent))])
-        numbered_folder = parent / f"checkpoint_{number}"
-        if folder is not None:
-            _log.warning(
-                "checkpoints are numbered: saving to %s, not to %s", numbered_folder, folder
-            )
-        return numbered_folder
 
     def load(self, folder: str | Path | None, parts: CheckpointParts, **options: Any) -> int | None:
         """Put back what :meth:`save` wrote; a collective."""

@@ -329,19 +329,18 @@ class WeightFiles:
             return stored.opened if is_usable else stored.opened.contiguous().clone()
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        raw_bytes = self._raw_bytes(stored)
+        if _HAS_MEMORY_FILES:
+            # A storage of its own for each tensor, as launches share storages.
+            own_arena = self._arena_of(stored.path)
+            storage = arena.storage_at(own_arena, stored.first_byte, stored.num_bytes)
+            raw_bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
+        else:
+            end_byte = stored.first_byte + stored.num_bytes
+            whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
+            raw_bytes = whole_file[stored.first_byte :]
         if stored.first_byte % stored.dtype.itemsize:  # at an address that its dtype does not allow
             raw_bytes = raw_bytes.clone()
         return raw_bytes.view(stored.dtype).view(stored.shape)
-
-    def _raw_bytes(self, stored: CheckpointTensor) -> torch.Tensor:
-        if not _HAS_MEMORY_FILES:
-            end_byte = stored.first_byte + stored.num_bytes
-            whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
-            return whole_file[stored.first_byte :]
-        # A storage of its own for each tensor, as launches share storages.
-        storage = arena.storage_at(self._arena_of(stored.path), stored.first_byte, stored.num_bytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _arena_of(self, path: Path) -> Arena:
         if path not in self._arenas:

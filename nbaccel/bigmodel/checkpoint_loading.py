@@ -235,14 +235,12 @@ def plan_loading(
             mistakes.append(f"{names[0]} has no device in device_map")
         if tier == DISK and not offload_buffers and buffer_names.issuperset(names):
             tier = HOST
+        target_dtype = tensor.dtype
+        if dtype is not None and tensor.dtype.is_floating_point:
+            keeps_fp32 = any(name in fp32_modules for name in names[0].split("."))
+            target_dtype = torch.float32 if keeps_fp32 and dtype is torch.float16 else dtype
         placements.append(
-            Placement(
-                names=names,
-                tensor=tensor,
-                stored=stored,
-                tier=tier,
-                dtype=_target_dtype(names[0], tensor, dtype, fp32_modules),
-            )
+            Placement(names=names, tensor=tensor, stored=stored, tier=tier, dtype=target_dtype)
         )
     mistakes += _coverage_mistakes(groups, source, content.keys(), strict=strict)
     if mistakes:
@@ -277,17 +275,6 @@ def tier_of(tensor_name: str, device_map: Mapping[str, Any]) -> Any:
 
 _TensorGroup = tuple[tuple[str, ...], torch.Tensor]
 """A tensor of the state dict, with all its names."""
-
-
-def _target_dtype(
-    tensor_name: str, tensor: torch.Tensor, dtype: torch.dtype | None, fp32_modules: Collection[str]
-) -> torch.dtype:
-    if dtype is None or not tensor.dtype.is_floating_point:
-        return tensor.dtype
-    parts = tensor_name.split(".")
-    if dtype is torch.float16 and any(name in parts for name in fp32_modules):
-        return torch.float32
-    return dtype
 
 
 def _coverage_mistakes(

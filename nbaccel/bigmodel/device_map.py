@@ -109,20 +109,18 @@ def get_max_memory(
             mistakes.append(f"max_memory[{device!r}]: {error}")
     if mistakes:
         raise ConfigError(*mistakes)
-    _report_absent(parsed_budgets, machine)
+    present = [device for device, _ in _accelerator_memory(machine)]
+    absent = [
+        device for device in parsed_budgets if is_accelerator(device) and device not in present
+    ]
+    if absent:
+        text = "max_memory names devices that are not available: %s; this machine has %s"
+        _log.warning(text, absent, present or "no accelerator")
     return parsed_budgets
 
 
 def _tier_order(device: Any) -> tuple[int, int]:
     return (0, device) if isinstance(device, int) else (1, [*NAMED_TIERS, device].index(device))
-
-
-def _report_absent(budgets: Iterable[DeviceKey], machine: Inventory) -> None:
-    present = [device for device, _ in _accelerator_memory(machine)]
-    absent = [device for device in budgets if is_accelerator(device) and device not in present]
-    if absent:
-        text = "max_memory names devices that are not available: %s; this machine has %s"
-        _log.warning(text, absent, present or "no accelerator")
 
 
 def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:

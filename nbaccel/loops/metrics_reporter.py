@@ -411,7 +411,16 @@ class TrainingLoops:
         source: str | None = None,
     ) -> RunningLoop:
         """A loop begins; one that was only seen is told by what it reads from."""
-        self._note_within(current_time, steps)
+        if self._open:
+            parent = self._open[-1]
+            was_plain = not parent.had_loops and not parent.holds_loops
+            if parent.batches and parent.total_batches and was_plain:
+                # Rounds without others were before: batches, or epochs that are skipped when a
+                # training goes on. The next round tells.
+                rounds_left = parent.total_batches - parent.batches
+                parent.epochs = EpochCount(rounds_left, current_time, steps)
+            parent.had_loops = True
+            parent.holds_loops = parent.holds_loops or not parent.batches
         around = self._epochs_around()
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
@@ -437,17 +446,6 @@ class TrainingLoops:
         self._open.append(loop)
         self.latest = loop
         return loop
-
-    def _note_within(self, current_time: float, steps: int) -> None:
-        if not self._open:
-            return
-        parent = self._open[-1]
-        if parent.batches and parent.total_batches and not (parent.had_loops or parent.holds_loops):
-            # Rounds without others were before: batches, or epochs that are skipped when a training
-            # goes on. The next round tells.
-            parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
-        parent.had_loops = True
-        parent.holds_loops = parent.holds_loops or not parent.batches
 
     def _epochs_around(self) -> EpochCount | None:
         """Those of the innermost loop over epochs of known number; of folds, those of one."""

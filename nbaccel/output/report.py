@@ -312,7 +312,12 @@ def _sections(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> Itera
     yield _curve_section(facts, names, as_image=as_image)
     if rows := _figure_rows(facts):
         yield _Section("Steps and memory", indented(rows), live_html.html_table(rows))
-    yield _list_section("Warnings", _warning_lines(facts))
+    has_ranks = len(facts.ranks) > 1
+    warnings = []
+    for seen in facts.warnings:
+        ranks = f", rank {number_ranges(seen.ranks)}" if has_ranks else ""
+        warnings.append(f"{seen.text} ({count_noun(seen.count, 'time')}{ranks})")
+    yield _list_section("Warnings", warnings)
     plan = [f"  {line}".rstrip() for line in facts.plan.text.split("\n")]
     yield _Section("Plan", plan, live_html.lines_block(facts.plan.text, scrolls=False))
     yield _list_section("How it was measured", facts.notes)
@@ -393,15 +398,6 @@ def _figure_rows(facts: RunFacts) -> list[list[str]]:
         columns[plain_text(name, live_html.LABEL_CHARS)] = cells
     rows = live_html.filled_columns(columns, "rank")
     return rows if len(rows[0]) > 1 else []
-
-
-def _warning_lines(facts: RunFacts) -> list[str]:
-    has_ranks = len(facts.ranks) > 1
-    return [
-        f"{seen.text} ({count_noun(seen.count, 'time')}"
-        + (f", rank {number_ranges(seen.ranks)})" if has_ranks else ")")
-        for seen in facts.warnings
-    ]
 
 
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:

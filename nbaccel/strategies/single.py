@@ -58,8 +58,13 @@ class SpmdStrategy(Strategy):
         num_cut = num_all = 0
         for model in bundle.models:
             for parameter in model.parameters():
-                axes = self._axes_of(parameter)
-                self._mark(parameter, self._mesh, axes)
+                divisible = [
+                    n for n, size in enumerate(parameter.shape) if not size % self._num_chips
+                ]
+                axes: list[str | None] = [None] * parameter.dim()
+                if divisible:
+                    axes[max(divisible, key=lambda dim: parameter.shape[dim])] = _AXIS
+                self._mark(parameter, self._mesh, tuple(axes))
                 num_cut += _AXIS in axes
                 num_all += 1
         self.choices = (
@@ -75,10 +80,3 @@ class SpmdStrategy(Strategy):
     def _deal_out(self, batch: torch.Tensor) -> None:
         if batch.dim() and batch.shape[0] % self._num_chips == 0:
             self._mark(batch, self._mesh, (_AXIS, *([None] * (batch.dim() - 1))))
-
-    def _axes_of(self, parameter: torch.Tensor) -> tuple[str | None, ...]:
-        divisible = [dim for dim, size in enumerate(parameter.shape) if size % self._num_chips == 0]
-        axes: list[str | None] = [None] * parameter.dim()
-        if divisible:
-            axes[max(divisible, key=lambda dim: parameter.shape[dim])] = _AXIS
-        return tuple(axes)

@@ -224,7 +224,7 @@ def live_text(board: RunBoard) -> str:
             groups.setdefault(facts.doing or facts.state, []).append(facts)
     lines = [
         f"[{number_ranges([facts.rank for facts in group])}] "
-        + " · ".join([activity, *_least_progress(group), _held_words(group, board)])
+        + " · ".join([activity, *map(str, _least_progress(group)), _held_words(group, board)])
         for activity, group in groups.items()
     ]
     if len(lines) > MOST_ROWS:
@@ -285,11 +285,10 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
     return [*loops, *bars, *lines]
 
 
-def _least_progress(ranks: Sequence[RankFacts]) -> list[str]:
-    """`epoch 3, 63 % (412 of 650)`, of the rank that is least far; nothing for no loop."""
-    loops_of_ranks = [loops for facts in ranks if (loops := progress_of(facts))]
-    least_far = min(loops_of_ranks, key=lambda loops: loops[0].fraction or 0.0, default=[])
-    return [str(loop) for loop in least_far]
+def _least_progress(ranks: Sequence[RankFacts]) -> list[ShownProgress]:
+    """Of the rank that is least far; nothing for no loop."""
+    loops_of_ranks = filter(None, map(progress_of, ranks))
+    return min(loops_of_ranks, key=lambda loops: loops[0].fraction or 0.0, default=[])
 
 
 def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:

@@ -63,7 +63,12 @@ def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) ->
     own_paths = [path for path in folder.iterdir() if files.is_checkpoint_part(path.name)]
     inner_paths = [path for own_path in own_paths for path in own_path.rglob("*")]
     paths = sorted(path for path in (*own_paths, *inner_paths) if path.is_file())
-    entries = {path.relative_to(folder).as_posix(): _manifest_entry(path) for path in paths}
+    entries: dict[str, dict[str, int | str]] = {}
+    for path in paths:
+        entry = entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size}
+        # Archives have a CRC per record, so a hash would read all weights once more for nothing.
+        if path.suffix != ".distcp" and not is_archive(path):
+            entry["xxh3"] = digest(path)
     manifest_path = folder / files.MANIFEST_FILE
     manifest: dict[str, Any] = {"version": 1, "files": entries}
     if part_entry is not None:
@@ -91,13 +96,6 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
         "delete this file to load without them.",
     )
     return recorded
-
-
-def _manifest_entry(path: Path) -> dict[str, int | str]:
-    entry: dict[str, int | str] = {"bytes": path.stat().st_size}
-    # Archives have a CRC per record, so a hash would read all weights once more for nothing.
-    has_own_checksum = is_archive(path) or path.suffix == ".distcp"
-    return entry if has_own_checksum else {**entry, "xxh3": digest(path)}
 
 
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)

@@ -121,6 +121,12 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
+_SHARD_REMEDIES = {
+    "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
+    "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
+}
+
+
 def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
     """Refuse a folder that does not fit, before anything is loaded from it."""
     there = files.numbers_by_kind(folder)
@@ -132,7 +138,11 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     expected: list[tuple[str, int, frozenset[int]]] = []
     # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if others and not (own_shards or there["model"]) and (parts.models or parts.optimizers):
-        mistakes += [_foreign_shards(text, kind, len(there[kind])) for kind in others]
+        mistakes += [
+            f"{text} has {count_noun(len(there[kind]), 'model')} in shards, which this run's "
+            f"strategy cannot put together. Load it {_SHARD_REMEDIES[kind]}."
+            for kind in others
+        ]
     else:
         if with_models:
             expected.append(("model", len(parts.models), there["model"] | own_shards))
@@ -145,33 +155,16 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     expected.append(("registered object", len(parts.custom), there["registered object"]))
     if parts.scaler is not None:
         expected.append(("scaler", 1, there["scaler"]))
-    mistakes += [
-        _count_mismatch(text, kind, numbers, num_expected)
-        for kind, num_expected, numbers in expected
-        if numbers != frozenset(range(num_expected))
-    ]
+    for kind, num_expected, numbers in expected:
+        if numbers != frozenset(range(num_expected)):
+            listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
+            mistakes.append(
+                f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
+                f"{'is' if num_expected == 1 else 'are'} to be loaded. Prepare and register the "
+                "same objects in the same order as when it was saved."
+            )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _count_mismatch(text: str, kind: str, numbers: frozenset[int], num_expected: int) -> str:
-    listed = ", ".join(map(str, sorted(numbers)))
-    return (
-        f"{text} has {count_noun(len(numbers), kind)}{f' ({listed})' if listed else ''}, but "
-        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. Prepare and register "
-        "the same objects in the same order as when it was saved."
-    )
-
-
-def _foreign_shards(text: str, shard_kind: str, num_models: int) -> str:
-    remedies = {
-        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
-        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
-    }
-    return (
-        f"{text} has {count_noun(num_models, 'model')} in shards, which this run's strategy cannot "
-        f"put together. Load it {remedies[shard_kind]}."
-    )
 
 
 @dataclass(eq=False, kw_only=True)
