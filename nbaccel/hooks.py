@@ -627,20 +627,10 @@ def attach_align_device_hook(
 ) -> None:
     """Hook every submodule that has parameters or buffers of its own.
 
-    Args:
-        module: The module.
-        execution_device: Where it computes.
-        offload: Whether weights are on ``meta`` between calls.
-        weights_map: Where offloaded weights come from, by their whole names.
-        offload_buffers: Whether buffers are offloaded, too.
-        module_name: What the module is called in `weights_map`.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose instances get all their weights, those of
-            submodules included, before they run: for those that use weights of submodules
-            without calling them.
-        tied_params_map: See `set_module_tensor_to_device`.
-        order: Shared by the hooks of one model; None: a new one.
-        prefetch: Whether a new one asks for weights ahead of time.
+    Arguments are those of `AlignDevicesHook`, and these: in `weights_map` the module's names begin
+    with `module_name`. Instances of `preload_module_classes` get all their weights, those of
+    submodules included, before they run: for classes that use weights of submodules without calling
+    them. `order` is shared by the hooks of one model; a new one reads ahead with `prefetch`.
     """
     order = order or ExecutionOrder(prefetch=prefetch)
     whole_classes = preload_module_classes if offload and preload_module_classes else ()

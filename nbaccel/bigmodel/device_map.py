@@ -152,15 +152,8 @@ def get_balanced_memory(
     end where shares do; the last keeps its whole budget. A single accelerator whose budget was not
     given is used to 90 %, so that something is left for activations.
 
-    Args:
-        model: The module; its tensors may be on ``meta``.
-        max_memory: As in :func:`get_max_memory`; no budget grows. Accelerators with a budget of 0
-            take no share.
-        no_split_module_classes: Names of the classes of blocks that must not be split.
-        dtype: As in ``compute_module_sizes``.
-        special_dtypes: As in ``compute_module_sizes``.
-        low_zero: Whether the first accelerator gets only what the others have no room for.
-        inventory: As in :func:`get_max_memory`.
+    Arguments are those of :func:`infer_auto_device_map`. No budget grows; accelerators with a
+    budget of 0 take no share, and with `low_zero` the first gets what the others have no room for.
 
     Returns:
         Budgets in bytes, in the order of :func:`get_max_memory`.
