@@ -151,11 +151,13 @@ class DataLoaderDispatcher(PreparedLoader):
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
             try:
-                yield trees.concatenate(round_batches) if per_round > 1 else round_batches[0]
+                is_one = len(round_batches) == 1
+                joined = round_batches[0] if is_one else trees.concatenate(round_batches)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise ConfigError(
                     f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
                 ) from error
+            yield joined
 
     def _exchange_round(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
