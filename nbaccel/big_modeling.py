@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nbaccel import hooks
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, UnsafeMoment
 from nbaccel.base.log import get_logger
@@ -56,17 +57,6 @@ from nbaccel.bigmodel.tensor_placing import (
     retie_parameters,
     usable_device,
 )
-from nbaccel.hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    UserCpuOffloadHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    check_float_dtypes,
-    check_values,
-)
 from nbaccel.strategies.model_blocks import own_block_classes
 from nbaccel.transfer.sharded_tensors import shard_readers
 
@@ -86,7 +76,6 @@ __all__ = [
 
 _MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 _AWAY = (HOST, DISK)
-_INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 _CAST_LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -94,8 +83,6 @@ _CAST_LAYERS = (
 )
 
 _hook_log = get_logger(__name__)
-
-# ------------------------------------------------------------------------------ built empty
 
 
 @contextlib.contextmanager
@@ -143,7 +130,7 @@ def init_on_device(
     """
     target = usable_device(device)
     if include_buffers is None:
-        include_buffers = bool(env.flag(_INCLUDE_BUFFERS_VARIABLE))
+        include_buffers = bool(env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS"))
     with contextlib.ExitStack() as stack:
         if include_buffers:
             stack.enter_context(target)
@@ -152,7 +139,7 @@ def init_on_device(
             for shard_reader in shard_readers(loaded_only=False):
                 stack.enter_context(shard_reader.building_whole())
         _watch_registrations()
-        stack.callback(setattr, _this_thread, "block", _open_block())
+        stack.callback(setattr, _this_thread, "block", _this_thread.block)
         _this_thread.block = _Block(target, include_buffers)
         yield
 
@@ -167,12 +154,11 @@ class _Block:
     moved: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
 
-_this_thread = threading.local()
+class _ThisThread(threading.local):
+    block: _Block | None = None  # the innermost that this thread is in
 
 
-def _open_block() -> _Block | None:
-    """The innermost block that this thread is in."""
-    return getattr(_this_thread, "block", None)
+_this_thread = _ThisThread()
 
 
 @functools.cache
@@ -183,7 +169,7 @@ def _watch_registrations() -> None:
 
 
 def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
-    block = _open_block()
+    block = _this_thread.block
     if block is None or parameter is None or check_device_same(parameter.device, block.device):
         return parameter
     if parameter not in block.moved:
@@ -193,7 +179,7 @@ def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
 
 
 def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
-    block = _open_block()
+    block = _this_thread.block
     if block is None or buffer is None or not block.include_buffers:
         return buffer
     _check_can_move(module, name, buffer, block)
@@ -203,13 +189,10 @@ def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 def _check_can_move(module: nn.Module, name: str, tensor: torch.Tensor, block: _Block) -> None:
     if tensor.is_meta and block.device.type != "meta":
         raise ConfigError(
-            f"{name!r} of {type(module).__name__} was made on meta, inside of init_on_device("
+            f"{name!r} of {type(module).__name__} was made on meta inside of init_on_device("
             f"{str(block.device)!r}): it has no values to move there. Give the inner block "
             "include_buffers=True, or make it outside of the outer one."
         )
-
-
-# ------------------------------------------------------------------------------ several devices
 
 
 def load_checkpoint_and_dispatch(
@@ -431,7 +414,7 @@ def _dispatch(
     else:
         (only_tier,) = tiers
         if torch.device(only_tier).type != "meta":
-            check_values(model)
+            hooks.check_values(model)
         model.to(only_tier)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -444,7 +427,6 @@ def _attach(
     main_device: Any,
     **hook_settings: Any,
 ) -> None:
-    """Give each block of the map the hook that its tier needs."""
     computes_on_host = torch.device(main_device).type == "cpu"
     held: dict[str, torch.Tensor] = {}
     if not computes_on_host:
@@ -459,7 +441,7 @@ def _attach(
     # Where copies of each on a device are noted, by its address. On `meta` all addresses are 0:
     # such a tie is found again by `retie_parameters` alone.
     storages: dict[int, PlacedTensors] = {it.data_ptr(): {} for it in tied if not it.is_meta}
-    attach_align_device_hook_on_blocks(
+    hooks.attach_align_device_hook_on_blocks(
         model,
         execution_device={**execution_devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
@@ -484,8 +466,8 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             raise UnsafeMoment(
                 f"{type(model).__name__}.{method_name}{args} cannot move the model: "
                 f"{len(moved_out)} of its weights ({first_few(moved_out, 2)}) are in host memory "
-                "or on disk, and only brought in when they are used. Load it with another "
-                "device_map, or call remove_hook_from_submodules(model) first."
+                "or on disk. Load it with another device_map, or call "
+                "remove_hook_from_submodules(model) first."
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "
@@ -498,7 +480,6 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
     return guarded
 
 
-# ------------------------------------------------------------------------------ whole models
 def cpu_offload(
     model: nn.Module,
     execution_device: torch.device | None = None,
@@ -515,13 +496,12 @@ def cpu_offload(
         execution_device: Where it computes; None: where its first parameter is.
         offload_buffers: Whether buffers are moved, too.
         state_dict: The weights; None: the model's own.
-        preload_module_classes: Classes whose submodules' weights are brought in together.
-        prefetch: Whether the next weights are fetched while a module computes.
+        preload_module_classes: As in :func:`dispatch_model`.
+        prefetch: The same.
 
     Returns:
         The model, with its parameters on ``meta``.
     """
-    device = _first_device(model) if execution_device is None else execution_device
     weights = (
         {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
         if state_dict is None
@@ -529,7 +509,7 @@ def cpu_offload(
     )
     return _offload_all(
         model,
-        device,
+        execution_device,
         weights,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -553,18 +533,17 @@ def disk_offload(
         offload_dir: The folder; weights are not written where it has an ``index.json`` already.
         execution_device: Where the model computes; None: where its first parameter is.
         offload_buffers: Whether buffers are moved, too.
-        preload_module_classes: Classes whose submodules' weights are brought in together.
-        prefetch: Whether the next weights are fetched while a module computes.
+        preload_module_classes: As in :func:`dispatch_model`.
+        prefetch: The same.
 
     Returns:
         The model, with its parameters on ``meta``.
     """
-    device = _first_device(model) if execution_device is None else execution_device
     if not _has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
     return _offload_all(
         model,
-        device,
+        execution_device,
         OffloadedWeightsLoader(save_folder=offload_dir),
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
@@ -575,8 +554,8 @@ def disk_offload(
 def cpu_offload_with_hook(
     model: nn.Module,
     execution_device: int | str | torch.device | None = None,
-    prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+    prev_module_hook: hooks.UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, hooks.UserCpuOffloadHook]:
     """Keep a whole model in host memory until it is called; then it stays on the device.
 
     For pipelines of several models, of which one at a time is on the device.
@@ -590,35 +569,30 @@ def cpu_offload_with_hook(
     Returns:
         The model, and a hook whose ``offload()`` moves it out and whose ``remove()`` ends all this.
     """
-    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
-    add_hook_to_module(model, hook, append=True)
-    return model, UserCpuOffloadHook(model, hook)
-
-
-def _first_device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in model.parameters()), torch.device(HOST))
+    hook = hooks.CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    hooks.add_hook_to_module(model, hook, append=True)
+    return model, hooks.UserCpuOffloadHook(model, hook)
 
 
 def _offload_all(
     model: nn.Module,
-    execution_device: torch.device,
+    execution_device: torch.device | None,
     weights: Mapping[str, torch.Tensor],
     **hook_settings: Any,
 ) -> nn.Module:
-    if execution_device.type == "meta":
+    own_devices = (parameter.device for parameter in model.parameters())
+    device = execution_device or next(own_devices, torch.device(HOST))
+    if device.type == "meta":
         raise ConfigError(
             f"{type(model).__name__} is on meta, so it is not known where it computes. Give "
             "execution_device, for example torch.device('cpu')."
         )
     # Outermost, so that outputs return to where the inputs were.
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model, execution_device=execution_device, offload=True, weights_map=weights, **hook_settings
+    hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True), append=True)
+    hooks.attach_align_device_hook(
+        model, execution_device=device, offload=True, weights_map=weights, **hook_settings
     )
     return model
-
-
-# ------------------------------------------------------------------------------ formats
 
 
 def attach_layerwise_casting_hooks(
@@ -643,13 +617,13 @@ def attach_layerwise_casting_hooks(
     Raises:
         ConfigError: A format is none of floating-point numbers.
     """
-    check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
+    hooks.check_float_dtypes(storage_dtype=storage_dtype, compute_dtype=compute_dtype)
     texts = skip_modules_pattern or ()
     patterns = [re.compile(text) for text in ([texts] if isinstance(texts, str) else texts)]
     for name, layer in _layers_to_cast(module, "", patterns, tuple(skip_modules_classes or ())):
         _hook_log.debug("Weights of %r are kept in %s", name, storage_dtype)
-        hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-        add_hook_to_module(layer, hook, append=True)
+        hook = hooks.LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+        hooks.add_hook_to_module(layer, hook, append=True)
 
 
 def _layers_to_cast(

@@ -177,7 +177,16 @@ class _LoaderPreparation:
     def __post_init__(self) -> None:
         self.is_iterable = isinstance(self.loader.dataset, IterableDataset)
         self.stateful = self.settings.use_stateful_dataloader or hasattr(self.loader, "state_dict")
-        self.dispatches = self._dispatches()
+        wants_dispatch = self.settings.dispatch_batches
+        if wants_dispatch and not self.put_on_device:
+            raise ConfigError(
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) sends batches from "
+                "device to device, and device placement is off. Leave it on, or give "
+                "dispatch_batches=False."
+            )
+        self.dispatches = self.is_iterable and self.put_on_device
+        if wants_dispatch is not None:
+            self.dispatches = wants_dispatch
 
     def run(self, slice_fn: SliceFn | None) -> PreparedLoader:
         self._check_loader()
@@ -190,23 +199,25 @@ class _LoaderPreparation:
             base_loader = self._whole_loader() if self.place.is_alone else self._own_share()
         # Without a sampler's generator there is none of that name, which `rng` would refuse.
         rng_types = [name for name in self.rng_types if name != "generator" or self.synchronized]
-        own_class = loader_class(dispatches=self.dispatches, stateful=self.stateful)
-        prepared_loader = own_class.around(
-            base_loader, self.gradient_state, self._loader_settings(rng_types=tuple(rng_types))
+        copies_ahead = registry.device_runtime(self.place.device_name).copies_without_blocking
+        settings = LoaderSettings(
+            place=self.place,
+            collectives=self.collectives,
+            device=self.place.device if self.put_on_device else None,
+            non_blocking=self.settings.non_blocking and copies_ahead,
+            rng_types=tuple(rng_types),
+            synchronized=self.synchronized,
+            base_batch_size=_loader_batch_size(self.loader),
+            num_sharing=self.place.world_size,
+            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
+            split_batches=self.settings.split_batches,
+            stateful=self.stateful,
         )
+        own_class = loader_class(dispatches=self.dispatches, stateful=self.stateful)
+        prepared_loader = own_class.around(base_loader, self.gradient_state, settings)
         if isinstance(prepared_loader, DataLoaderDispatcher):
             prepared_loader.slice_fn = slice_fn
         return prepared_loader
-
-    def _dispatches(self) -> bool:
-        wants_dispatch = self.settings.dispatch_batches
-        if wants_dispatch and not self.put_on_device:
-            raise ConfigError(
-                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
-                "placement, which is off for this loader. Process 0 sends batches from device "
-                "to device. Leave device_placement on, or give dispatch_batches=False."
-            )
-        return self.is_iterable and self.put_on_device if wants_dispatch is None else wants_dispatch
 
     def _check_loader(self) -> None:
         name = type(self.loader).__name__
@@ -215,10 +226,10 @@ class _LoaderPreparation:
             check_divisible(batch_size, self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
-                f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
-                "__iter__), which would be lost when it is rebuilt to share out batches between "
-                f"{self.place.world_size} processes. Give a torch DataLoader with the sampler and "
-                "collate_fn you need, or share out the samples yourself and do not prepare it."
+                f"{type(self.loader).__qualname__} reads its dataset in its own way (by __iter__), "
+                f"which is lost when batches are shared out to {self.place.world_size} processes. "
+                "Give a torch DataLoader with the sampler and collate_fn you need, or do not "
+                "prepare it."
             )
         if self.stateful:
             # Called for its MissingBackend, before anything of the loader is rebuilt.
@@ -232,24 +243,6 @@ class _LoaderPreparation:
         *_, sampler = [None, *chain_of_samplers(self.loader)]
         return self.settings.use_seedable_sampler and isinstance(sampler, RandomSampler)
 
-    def _loader_settings(self, *, rng_types: tuple[str, ...]) -> LoaderSettings:
-        copies_ahead = registry.device_runtime(self.place.device_name).copies_without_blocking
-        return LoaderSettings(
-            place=self.place,
-            collectives=self.collectives,
-            device=self.place.device if self.put_on_device else None,
-            non_blocking=self.settings.non_blocking and copies_ahead,
-            rng_types=rng_types,
-            synchronized=self.synchronized,
-            base_batch_size=_loader_batch_size(self.loader),
-            num_sharing=self.place.world_size,
-            drop_last=bool(getattr(_index_batches(self.loader), "drop_last", False)),
-            split_batches=self.settings.split_batches,
-            stateful=self.stateful,
-        )
-
-    # --------------------------------------------------------------------- who reads what
-
     def _whole_loader(self) -> DataLoader[Any]:
         """All of it. The user's own loader reads, unless something about it must change."""
         # Accelerate's dispatcher drops the generator; the order of later epochs depends on it.
@@ -260,14 +253,19 @@ class _LoaderPreparation:
         return self.loader
 
     def _own_share(self) -> DataLoader[Any]:
-        """This process's share, which it reads itself."""
         if self.is_iterable:
             return self._iterable_share()
         sampler = chain_of_samplers(self.loader)[-1]
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             # Its indices are already this process's share; cutting them again would lose samples.
             return _rebuild_loader(self.loader, stateful=self.stateful)
-        self._give_generator(sampler)
+        if hasattr(sampler, "generator") and not isinstance(sampler, SeedableRandomSampler):
+            # Of its own, which can be kept equal everywhere.
+            if sampler.generator is None:
+                # The same draw from the same generator as in Accelerate, so that orders stay equal.
+                seed = int(torch.empty((), dtype=torch.int64).random_().item())
+                sampler.generator = torch.Generator().manual_seed(seed)
+            self.synchronized = sampler.generator
         shard = BatchSamplerShard(
             _index_batches(self.loader),
             self.place.world_size,
@@ -276,16 +274,6 @@ class _LoaderPreparation:
             self.settings.even_batches,
         )
         return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
-
-    def _give_generator(self, sampler: Any) -> None:
-        """Let the sampler draw from a generator of its own, which can be kept equal everywhere."""
-        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
-            return
-        if sampler.generator is None:
-            # The same draw from the same generator as in Accelerate, so that orders stay equal.
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            sampler.generator = torch.Generator().manual_seed(seed)
-        self.synchronized = sampler.generator
 
     def _iterable_share(self) -> DataLoader[Any]:
         dataset: Any = self.loader.dataset
@@ -312,7 +300,6 @@ class _LoaderPreparation:
         return _rebuild_loader(self.loader, stateful=self.stateful, dataset=dataset, **options)
 
     def _use_seedable_sampler(self) -> None:
-        """Replace a shuffling sampler by one that depends on seed and epoch alone."""
         if not self._must_reseed():
             return
         *batch_samplers, old_sampler = chain_of_samplers(self.loader)
@@ -335,9 +322,6 @@ class _LoaderPreparation:
         self.loader = _rebuild_loader(
             self.loader, stateful=hasattr(self.loader, "state_dict"), index_batches=new_sampler
         )
-
-
-# ------------------------------------------------------------------------- skipping
 
 
 def skip_first_batches(
@@ -364,8 +348,8 @@ def skip_first_batches(
     if num_batches is None or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
-            "not say how many to leave out: training would begin at the wrong batch. Give a "
-            "number from 0 on; only a prepared loader knows it by itself."
+            "not say how many to leave out. Give a number from 0 on; only a prepared loader knows "
+            "it."
         )
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)
@@ -420,11 +404,7 @@ class _DroppingLoader(DataLoader[Any]):
         return itertools.islice(super().__iter__(), self._num_batches, None)
 
 
-# ------------------------------------------------------------------------- parts of a loader
-
-
 def _index_batches(loader: DataLoader[Any]) -> Any:
-    """The sampler that yields the indices of each batch."""
     # With batch_size=None torch makes no batch sampler.
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
@@ -453,7 +433,6 @@ def _rebuild_loader(
     index_batches: Any = None,
     **changed_options: Any,
 ) -> DataLoader[Any]:
-    """A new torch loader like another one, with the given arguments changed."""
     # A new one, because torch forbids changing the sampler or dataset of a loader.
     dataset = loader.dataset if dataset is None else dataset
     options = _loader_options(loader)

@@ -109,11 +109,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, called in their order at every event.
-
-    Args:
-        *hooks: The hooks. ``no_grad`` of one holds for all.
-    """
+    """Several hooks as one, called in their order; ``no_grad`` of one holds for all."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -152,9 +148,6 @@ def each_hook(module: nn.Module) -> Iterator[Any]:
             waiting[:0] = nested_hooks
         elif hook is not None:
             yield hook
-
-
-# ------------------------------------------------------------------------- attaching
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
@@ -208,15 +201,7 @@ def _is_graph_module(module: nn.Module) -> bool:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook from a module, and give it the ``forward`` back that it had before.
-
-    Args:
-        module: The module; one without a hook stays as it is.
-        recurse: Whether from its submodules, too.
-
-    Returns:
-        The module.
-    """
+    """Give a module, and its submodules with `recurse`, the ``forward`` back that it had before."""
     if hasattr(module, HOOK_ATTRIBUTE):
         getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
         delattr(module, HOOK_ATTRIBUTE)
@@ -245,16 +230,11 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-# ------------------------------------------------------------------------- whole modules
-
-
 class CpuOffload(ModelHook):
     """Keeps a model in host memory until it is called; after that it stays where it computed.
 
-    Args:
-        execution_device: Where it computes; None: this machine's accelerator, else the CPU.
-        prev_module_hook: Of the model that comes before it in a pipeline: that one goes back to
-            host memory first.
+    That is this machine's accelerator, else the CPU, unless it is said. The model of
+    `prev_module_hook`, which comes before it in a pipeline, goes back to host memory first.
     """
 
     def __init__(
@@ -282,12 +262,7 @@ class CpuOffload(ModelHook):
 
 @dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
-    """What a user needs of a `CpuOffload`: send the model back, or remove the hook.
-
-    Args:
-        model: The model.
-        hook: Its hook.
-    """
+    """What a user needs of a `CpuOffload`: send the model back, or remove the hook."""
 
     model: nn.Module
     hook: ModelHook
@@ -316,17 +291,11 @@ def _parameter_device(module: nn.Module) -> torch.device | None:
 
 @dataclass(eq=False, repr=False)
 class LayerwiseCastingHook(ModelHook):
-    """Keeps a module's weights in one format, and converts them to another for ``forward``.
+    """Keeps a module's weights in one format, and converts them to another for ``forward``."""
 
-    Args:
-        storage_dtype: What they are kept in, such as ``torch.float8_e4m3fn``.
-        compute_dtype: What they are while the module computes.
-        non_blocking: Whether the conversion may be under way when the next step begins.
-    """
-
-    storage_dtype: torch.dtype
+    storage_dtype: torch.dtype  # such as ``torch.float8_e4m3fn``
     compute_dtype: torch.dtype
-    non_blocking: bool
+    non_blocking: bool  # whether the conversion may be under way when the next step begins
 
     def __post_init__(self) -> None:
         check_float_dtypes(storage_dtype=self.storage_dtype, compute_dtype=self.compute_dtype)
@@ -349,16 +318,13 @@ class LayerwiseCastingHook(ModelHook):
 def check_float_dtypes(**dtypes: Any) -> None:
     """Refuse formats that weights cannot be converted to."""
     mistakes = [
-        f"{setting} must be a floating-point format of torch, because weights are converted to "
-        f"it: got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
+        f"{setting} must be a floating-point format of torch, to which weights are converted: "
+        f"got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
         for setting, dtype in dtypes.items()
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     ]
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-# ------------------------------------------------------------------------- weights brought in
 
 
 @dataclass(eq=False)
@@ -369,8 +335,8 @@ class AlignDevicesHook(ModelHook):
         execution_device: Where the module computes; None: arguments and weights stay.
         offload: Whether the module's weights are on ``meta`` between calls.
         io_same_device: Whether outputs go to the device of the first tensor among the arguments.
-        weights_map: Where offloaded weights come from, by their names in the module; it may be a
-            `PrefetchingWeights`. None: they are kept in host memory.
+        weights_map: Where offloaded weights come from, by their names in the module; it may read
+            ahead (`tell_weights`). None: they are kept in host memory.
         offload_buffers: Whether buffers are offloaded, too.
         place_submodules: Whether the tensors of submodules count as the module's own.
         skip_keys: Keyword arguments, and keys of mappings in them and in outputs, that are not
@@ -406,8 +372,6 @@ class AlignDevicesHook(ModelHook):
     def __getstate__(self) -> dict[str, Any]:
         # Copies under way belong to this process and to the hook that began them.
         return {**vars(self), "_copies": None}
-
-    # --------------------------------------------------------------- attaching
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the module's tensors, or offload them."""
@@ -471,8 +435,6 @@ class AlignDevicesHook(ModelHook):
             self.drop_copies()
             self.execution_order.forget(self)
         return module
-
-    # --------------------------------------------------------------- running
 
     @outside_compiled_code
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Arguments:
@@ -542,8 +504,7 @@ class AlignDevicesHook(ModelHook):
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "
-                "it, so its module cannot run. Give a state_dict, offload_index or offload_dir "
-                "with all weights that the device map offloads."
+                "it. Give a state_dict, offload_index or offload_dir with all that are offloaded."
             ) from None
 
     def send_out(self, module: nn.Module) -> None:
@@ -570,8 +531,6 @@ class AlignDevicesHook(ModelHook):
 
     def _full_name(self, name: str) -> str:
         return f"{getattr(self.weights_map, 'prefix', '')}{name}"
-
-    # --------------------------------------------------------------- ahead of time
 
     def copy_ahead(self) -> None:
         """Begin to copy the weights to where the module computes, if that can be done beside."""
@@ -602,24 +561,19 @@ def check_values(model: nn.Module) -> None:
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
-            f"those that are offloaded: {first_few(empty_names, 3)}. Computing with them gives "
-            "no numbers of theirs. Add an adapter before the model is offloaded (disk_offload "
-            "or dispatch_model afterwards); or give them memory and values: "
-            "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
+            f"those that are offloaded: {first_few(empty_names, 3)}. They have no numbers to "
+            "compute with. Add an adapter before the model is offloaded; or give them values "
+            "(submodule.to_empty(device='cpu') and an initialisation), and set buffers, which no "
             "checkpoint has if they are not persistent."
         )
 
 
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
     raise ConfigError(
-        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the "
-        "weight is offloaded, and what computed with it was a copy that is not kept. Give "
-        "max_memory with more room, so that weights to be trained stay in memory; or train with "
-        "FSDP or ZeRO-3 and their offloading; or freeze it with requires_grad_(False)."
+        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the weight is "
+        "offloaded, and a copy computed. Give max_memory with more room, train with FSDP or ZeRO-3 "
+        "and their offloading, or freeze it with requires_grad_(False)."
     )
-
-
-# ------------------------------------------------------------------------- attached to all parts
 
 
 def attach_execution_device_hook(
@@ -673,20 +627,10 @@ def attach_align_device_hook(
 ) -> None:
     """Hook every submodule that has parameters or buffers of its own.
 
-    Args:
-        module: The module.
-        execution_device: Where it computes.
-        offload: Whether weights are on ``meta`` between calls.
-        weights_map: Where offloaded weights come from, by their whole names.
-        offload_buffers: Whether buffers are offloaded, too.
-        module_name: What the module is called in `weights_map`.
-        skip_keys: See `AlignDevicesHook`.
-        preload_module_classes: Names of classes whose instances get all their weights, those of
-            submodules included, before they run: for those that use weights of submodules
-            without calling them.
-        tied_params_map: See `set_module_tensor_to_device`.
-        order: Shared by the hooks of one model; None: a new one.
-        prefetch: Whether a new one asks for weights ahead of time.
+    Arguments are those of `AlignDevicesHook`, and these: in `weights_map` the module's names begin
+    with `module_name`. Instances of `preload_module_classes` get all their weights, those of
+    submodules included, before they run: for classes that use weights of submodules without calling
+    them. `order` is shared by the hooks of one model; a new one reads ahead with `prefetch`.
     """
     order = order or ExecutionOrder(prefetch=prefetch)
     whole_classes = preload_module_classes if offload and preload_module_classes else ()

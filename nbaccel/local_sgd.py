@@ -87,14 +87,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average_weights(self) -> None:
-        trained_parameters = [
-            # Frozen parameters do not drift apart.
-            parameter
-            for parameter in self.model.parameters()
-            if parameter.requires_grad
-        ]
-        mean_values = self.accelerator.reduce(
-            [parameter.detach() for parameter in trained_parameters], "mean"
-        )
-        for parameter, mean_value in zip(trained_parameters, mean_values, strict=True):
-            parameter.copy_(mean_value)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        means = self.accelerator.reduce([parameter.detach() for parameter in trained], "mean")
+        for parameter, mean in zip(trained, means, strict=True):
+            parameter.copy_(mean)

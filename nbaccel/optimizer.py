@@ -22,7 +22,6 @@ __all__ = ["AcceleratedOptimizer"]
 
 
 def _of_optimizer(name: str) -> Any:
-    """A property that is the inner optimizer's own."""
 
     def read(self: AcceleratedOptimizer) -> Any:
         return getattr(self.optimizer, name)
@@ -83,8 +82,6 @@ class AcceleratedOptimizer(Optimizer):
             # torch moves state to the device of its parameter when it loads it.
             optimizer.load_state_dict(optimizer.state_dict())
 
-    # ---------------------------------------------------------------- stepping
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, if the current batch ends a group of accumulated ones.
 
@@ -112,9 +109,8 @@ class AcceleratedOptimizer(Optimizer):
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
-                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
-                "optimizer that needs no closure."
+                f"step(closure={closure!r}) with fp16 would use gradients that are not scaled "
+                "back. Use mixed_precision='bf16' or 'no', or an optimizer that needs no closure."
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)
@@ -149,8 +145,6 @@ class AcceleratedOptimizer(Optimizer):
         if not isinstance(self._is_overflow, bool):
             self._is_overflow = bool(self._is_overflow.item())
         return self._is_overflow
-
-    # ---------------------------------------------------------------- what is the optimizer's
 
     state = _of_optimizer("state")
     param_groups = _of_optimizer("param_groups")
@@ -187,8 +181,6 @@ class AcceleratedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
-    # ---------------------------------------------------------------- pickling
-
     def __getstate__(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer,
@@ -221,9 +213,8 @@ def _infinite_gradient_flag(
     scaler: torch.amp.GradScaler, optimizer: Optimizer
 ) -> bool | torch.Tensor:
     """The scaler's flag for an optimizer, a 0-d float tensor: above 0 for infinite gradients."""
-    inf_flags = torch_private.infinity_flags(scaler, optimizer)
-    if not inf_flags:
+    flags = torch_private.infinity_flags(scaler, optimizer)
+    if not flags:
         return False  # no parameter has a gradient
-    device = inf_flags[0].device
     # A sum is a new tensor: the scaler adds other optimizers' flags to its own in place.
-    return torch.stack([flag.to(device, non_blocking=True) for flag in inf_flags]).sum()
+    return torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).sum()

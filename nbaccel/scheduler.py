@@ -17,8 +17,7 @@ class AcceleratedScheduler:
 
     A schedule written for one process sees, in one optimizer step of a run, as many batches as
     there are processes; so it advances that many times. It stops silently at its `total_steps`
-    (``OneCycleLR``), where torch would raise. ``ReduceLROnPlateau`` counts how often it is shown a
-    metric, whichever process computed it, and so always advances once.
+    (``OneCycleLR``). ``ReduceLROnPlateau``, which counts metrics, always advances once.
 
     Args:
         scheduler: The scheduler itself.
@@ -67,9 +66,15 @@ class AcceleratedScheduler:
             # A scheduler constructed by hand may wait for torch's optimizers, without such a flag.
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        for _ in range(self._steps_to_advance()):
+        num_steps = self.steps_per_call
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            num_steps = 1
+        elif self.gradient_state.adjust_scheduler:
+            num_steps *= self.gradient_state.batches_in_group
+        total_steps = getattr(self.scheduler, "total_steps", None)
+        for _ in range(num_steps):
             # Several steps per call may pass the end of a schedule, where OneCycleLR raises.
-            if self._is_over():
+            if total_steps is not None and self.scheduler.last_epoch >= total_steps:
                 return
             self.scheduler.step(*args, **kwargs)
 
@@ -82,17 +87,6 @@ class AcceleratedScheduler:
     def split_batches(self) -> bool:
         """Whether it advances once per optimizer step, however many processes there are."""
         return self.steps_per_call == 1
-
-    def _steps_to_advance(self) -> int:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            return 1
-        if self.gradient_state.adjust_scheduler:
-            return self.steps_per_call * self.gradient_state.batches_in_group
-        return self.steps_per_call
-
-    def _is_over(self) -> bool:
-        total_steps: int | None = getattr(self.scheduler, "total_steps", None)
-        return total_steps is not None and self.scheduler.last_epoch >= total_steps
 
     def get_last_lr(self) -> list[Any]:
         """The learning rates of the optimizer's groups, as they are now."""

@@ -119,11 +119,8 @@ class JsonlTracker(GeneralTracker):
     """One JSON object per line in ``<logging_dir>/<run_name>.jsonl``, readable while it grows.
 
     A line has ``step``, ``time`` (seconds since 1970) and ``values``; the configuration is a line
-    with ``config`` instead, the first of a run. Numbers that JSON lacks are texts: ``"nan"``.
-
-    Args:
-        run_name: The run; an existing file is continued.
-        logging_dir: The folder.
+    with ``config`` instead, the first of a run. Numbers that JSON lacks are texts: ``"nan"``. An
+    existing file is continued.
     """
 
     name = "jsonl"
@@ -160,13 +157,7 @@ class JsonlTracker(GeneralTracker):
 
 
 class TensorBoardTracker(GeneralTracker):
-    """TensorBoard's event files in ``<logging_dir>/<run_name>``.
-
-    Args:
-        run_name: The run.
-        logging_dir: The folder of all runs.
-        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
-    """
+    """TensorBoard's event files in ``<logging_dir>/<run_name>``; `kwargs` are `SummaryWriter`'s."""
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -238,9 +229,6 @@ class TensorBoardTracker(GeneralTracker):
             self.tracker.close()
 
 
-# ------------------------------------------------------------------------- services
-
-
 class _Service(NamedTuple):
     """How a run of a service begins, what is told its configuration, and how it ends."""
 
@@ -268,9 +256,7 @@ SERVICES = {
 class ServiceTracker(GeneralTracker):
     """A run of a service: `SERVICES` says what its package calls each step, a subclass the rest.
 
-    Args:
-        run_name: The project's name.
-        **kwargs: Arguments of the service's function that begins a run.
+    `run_name` is the project's; further arguments are those of what begins a run.
     """
 
     requires_logging_directory = False
@@ -318,22 +304,15 @@ class ServiceTracker(GeneralTracker):
                 yield name, value
             else:
                 warnings.warn(
-                    f"log({name!r}: ...) is left out: {self.name} shows no "
-                    f"{type(given).__name__} this way. Use "
-                    f"accelerator.get_tracker({self.name!r}, unwrap=True) for the service's own "
-                    "methods.",
+                    f"log({name!r}: ...) is left out: {self.name} shows no {type(given).__name__} "
+                    f"this way. Use accelerator.get_tracker({self.name!r}, unwrap=True) for the "
+                    "service's own methods.",
                     stacklevel=4,  # past the tracker's log and Accelerator.log
                 )
 
 
 class AimTracker(ServiceTracker):
-    """A run of Aim.
-
-    Args:
-        run_name: Its name.
-        logging_dir: Folder of Aim's repository.
-        **kwargs: Arguments of ``aim.Run``.
-    """
+    """A run of Aim, in its repository `logging_dir`; further arguments are those of ``aim.Run``."""
 
     name = "aim"
     requires_logging_directory = True
@@ -413,21 +392,20 @@ class MLflowTracker(ServiceTracker):
     active_run = ServiceTracker.tracker
 
     def start(self) -> None:
+        experiment = self.package.get_experiment_by_name(self.experiment_name)
+        if experiment is None:
+            location = None if self.logging_dir is None else str(self.logging_dir)
+            number = self.package.create_experiment(self.experiment_name, location, self.tags)
+        else:
+            number = experiment.experiment_id
         self.run = self.package.start_run(
             run_id=self.run_id,
-            experiment_id=self._experiment_id(),
+            experiment_id=str(number),
             run_name=self.run_name or None,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
         )
-
-    def _experiment_id(self) -> str:
-        experiment = self.package.get_experiment_by_name(self.experiment_name)
-        if experiment is not None:
-            return str(experiment.experiment_id)
-        location = None if self.logging_dir is None else str(self.logging_dir)
-        return str(self.package.create_experiment(self.experiment_name, location, self.tags))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, as far as MLflow takes texts of such a length."""
@@ -462,13 +440,7 @@ class MLflowTracker(ServiceTracker):
 
 
 class DVCLiveTracker(ServiceTracker):
-    """DVCLive.
-
-    Args:
-        run_name: Not used: DVCLive names by folder.
-        live: A ``dvclive.Live`` to continue.
-        **kwargs: Arguments of ``dvclive.Live``.
-    """
+    """DVCLive, which names runs by folder: of `live` to continue, or made by its arguments."""
 
     name = "dvclive"
 
@@ -626,9 +598,6 @@ def _plot_names(value_name: str) -> dict[str, str]:
     return {"title": value_name, "series": "train"}
 
 
-# ------------------------------------------------------------------------- values
-
-
 def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     """A value that JSON can hold: tensors and numpy numbers as Python's, the rest as text."""
     plain = functools.partial(_plain_value, keep_infinite=keep_infinite)
@@ -651,7 +620,6 @@ def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
 def _flatten_values(
     nested_values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Nested values under names such as ``outer.inner``."""
     for name, nested_value in nested_values.items():
         if isinstance(nested_value, Mapping):
             yield from _flatten_values(nested_value, f"{prefix}{name}.")
@@ -691,23 +659,20 @@ LOGGER_TYPE_TO_CLASS: ChainMap[str, type[GeneralTracker]] = ChainMap({}, BUILT_I
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a class by its name, in this process.
+    """Let ``log_with`` find a class by its `name`, in this process.
 
     Call it before the `Accelerator` is made; for a launch, inside of the function that is launched.
-
-    Args:
-        tracker_class: Its `name` is the name; it is made with the run's name, then the folder,
-            where it has `requires_logging_directory`, and with its `init_kwargs`.
+    The class is made with the run's name, then the folder, where it has
+    `requires_logging_directory`, and with its `init_kwargs`.
 
     Raises:
-        ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
+        ConfigError: It is no subclass of `GeneralTracker`, or lacks a name.
     """
     is_tracker = GeneralTracker in getattr(tracker_class, "__mro__", ())
     if not is_tracker or not hasattr(tracker_class, "name"):
         raise ConfigError(
             f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker that "
-            "defines a name: it could not be found, or not receive metrics. Derive the class from "
-            "nbaccel.tracking.GeneralTracker, and define name in it."
+            "defines a name. Derive it from nbaccel.tracking.GeneralTracker, and define name."
         )
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(
@@ -786,10 +751,10 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         return []
     known_names = [*LOGGER_TYPE_TO_CLASS, "all"]
     raise ConfigError(
-        f"log_with={shown(item)} is not a known tracker. Nothing would be "
-        f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
-        "Give one of these, or an instance of a GeneralTracker. A class given to "
-        "register_tracker_class is known in the process that did so."
+        f"log_with={shown(item)} is not a known tracker."
+        f"{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. Give one "
+        "of these, or an instance of a GeneralTracker. A class given to register_tracker_class is "
+        "known in the process that did so."
     )
 
 

@@ -12,36 +12,24 @@ from torch import nn
 
 from nbaccel.accelerator.prepared_run import TrainingRun
 from nbaccel.base.errors import PlatformUnsupported
+from nbaccel.config import handlers
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
 from nbaccel.plan.training_plan import TrainingPlan
 from nbaccel.state import AcceleratorState, ProcessInfo, distributed_type, shows
 
 
 def _missing_rank(parallelism_kind: str) -> property:
-    """The rank in a parallelism, of which there is none."""
 
     def rank(self: RunDescription) -> NoReturn:
         raise PlatformUnsupported(
             f"There is no {parallelism_kind} parallelism in a run of type "
-            f"{self.distributed_type.value}: this version mixes none, and a process has one "
-            "number. Use accelerator.process_index."
+            f"{self.distributed_type.value}. Use accelerator.process_index."
         )
 
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
 
 
 def _handler(kind: type[Any], meaning: str) -> Any:
-    """A class of settings among the handlers, or its defaults."""
 
     def one(self: RunDescription) -> Any:
         return self._run.request.handlers.one(kind)
@@ -55,20 +43,18 @@ class RunDescription(ProcessInfo):
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run.place, run.collectives)
         self._run = run
-        self._said_in_state: dict[str, DistributedType] = {}
-
-    # --------------------------------------------------------------------- the run
+        self._said_in_state: dict[str, handlers.DistributedType] = {}
 
     plan: TrainingPlan = shows("_run.plan")
     """What was decided, and why: ``print(accelerator.plan.explain())``."""
 
     @property
-    def distributed_type(self) -> DistributedType:
+    def distributed_type(self) -> handlers.DistributedType:
         """How processes train together."""
         if "distributed_type" in self._said_in_state:
             return self._said_in_state["distributed_type"]
         row_type = strategy_row(self.plan.strategy).distributed_type
-        return DistributedType(row_type) if row_type else distributed_type(self._place)
+        return handlers.DistributedType(row_type) if row_type else distributed_type(self._place)
 
     @property
     def state(self) -> AcceleratorState:
@@ -103,7 +89,7 @@ class RunDescription(ProcessInfo):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by ``fully_shard``."""
-        return self.distributed_type is DistributedType.FSDP
+        return self.distributed_type is handlers.DistributedType.FSDP
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -130,9 +116,7 @@ class RunDescription(ProcessInfo):
             None,
         )
 
-    # --------------------------------------------------------------------- data
-
-    dataloader_config: DataLoaderConfiguration = shows("_run.request.data")
+    dataloader_config: handlers.DataLoaderConfiguration = shows("_run.request.data")
     """How loaders are shared out."""
     split_batches: bool = shows("_run.request.data.split_batches")
     """Whether each batch is cut into a slice per process."""
@@ -154,9 +138,8 @@ class RunDescription(ProcessInfo):
     """Whether copies to the device do not wait."""
     use_stateful_dataloader: bool = shows("_run.request.data.use_stateful_dataloader")
     """Whether torchdata's loader is used."""
-    # --------------------------------------------------------------------- project
 
-    project_configuration: ProjectConfiguration = shows("_run.request.project")
+    project_configuration: handlers.ProjectConfiguration = shows("_run.request.project")
     """Where checkpoints and logs go."""
     project_dir: str | Path | None = shows("_run.request.project.project_dir")
     """Folder of the project."""
@@ -164,15 +147,12 @@ class RunDescription(ProcessInfo):
     """Folder of the trackers."""
     save_iteration: int = shows("_run.request.project.iteration")
     """Number of the next checkpoint."""
-    # --------------------------------------------------------------------- handlers
 
-    ddp_handler = _handler(DistributedDataParallelKwargs, "Arguments of DDP.")
-    init_handler = _handler(InitProcessGroupKwargs, "Arguments of the process group.")
-    autocast_handler = _handler(AutocastKwargs, "Arguments of autocast.")
-    scaler_handler = _handler(GradScalerKwargs, "Arguments of fp16's scaler.")
-    profile_handler = _handler(ProfileKwargs, "Arguments of the profiler.")
-
-    # --------------------------------------------------------------------- parallelism
+    ddp_handler = _handler(handlers.DistributedDataParallelKwargs, "Arguments of DDP.")
+    init_handler = _handler(handlers.InitProcessGroupKwargs, "Arguments of the process group.")
+    autocast_handler = _handler(handlers.AutocastKwargs, "Arguments of autocast.")
+    scaler_handler = _handler(handlers.GradScalerKwargs, "Arguments of fp16's scaler.")
+    profile_handler = _handler(handlers.ProfileKwargs, "Arguments of the profiler.")
 
     is_composable_parallelism_enabled: bool = shows("is_fsdp2")
     """Whether models are sharded by ``fully_shard``, which can go with other parallelisms."""

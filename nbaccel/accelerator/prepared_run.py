@@ -102,8 +102,8 @@ class Handlers:
                 known = [*(one.__name__ for one in _HANDLER_KINDS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(known)}."
+                    f"kwargs_handlers got a {type(handler).__name__}, which has no effect: "
+                    f"{handler!r}. Give objects of {', '.join(known)}."
                 )
             if kind in by_kind:
                 raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
@@ -112,7 +112,6 @@ class Handlers:
 
 
 def _two_given(first: str, second: str) -> ConfigError:
-    """An error for two things of which only one can hold."""
     return ConfigError(
         f"Accelerator got {first} and {second}: only one of them can hold. Give one alone."
     )
@@ -162,16 +161,15 @@ class Request:
             request = registry.strategy(strategy.strategy).said_by(strategy_settings)
             strategy = replace(strategy, reason=request.reason or strategy.reason)
         loader_config = _loader_settings(given["dataloader_config"], given["split_batches"])
-        accumulation_steps, steps_source, accumulation_plugin = _accumulation_settings(
+        accumulation, steps_source = _accumulation_settings(
             given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
         )
         precision_name, precision_source = _merge_precision(
             request, *_requested_precision(given["mixed_precision"], run_config)
         )
         if steps_source == "default" and request.accumulation_steps is not None:
-            accumulation_steps = request.accumulation_steps
             steps_source = "config"
-            accumulation_plugin = replace(accumulation_plugin, num_steps=accumulation_steps)
+            accumulation = replace(accumulation, num_steps=request.accumulation_steps)
         project_dir = given["project_dir"]
         project_settings = given["project_config"] or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project_settings.project_dir is None:
@@ -179,7 +177,7 @@ class Request:
         asked = TrainingRequest(
             mixed_precision=precision_name,
             precision_source=precision_source,
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=accumulation.num_steps or 1,
             accumulation_source=steps_source,
             strategy=strategy,
             fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
@@ -191,7 +189,7 @@ class Request:
             downcast_bf16=given["downcast_bf16"] or bool(env.flag("ACCELERATE_DOWNCAST_BF16")),
             asked=asked,
             handlers=handlers,
-            accumulation=accumulation_plugin,
+            accumulation=accumulation,
             data=loader_config,
             project=project_settings,
             settings=strategy_settings,
@@ -218,11 +216,12 @@ def _accumulation_settings(
     num_steps: int | None,
     accumulation_plugin: GradientAccumulationPlugin | None,
     run_config: RunConfig | None,
-) -> tuple[int, Any, GradientAccumulationPlugin]:
+) -> tuple[GradientAccumulationPlugin, Any]:
+    """The settings, and where the number of batches comes from."""
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
-            "number of batches in one optimizer step. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r}, the batches of one optimizer step, must "
+            "be a whole number of at least 1. Give 1 to step after every batch."
         )
     if (
         accumulation_plugin is not None
@@ -235,7 +234,7 @@ def _accumulation_settings(
         )
     plugin = accumulation_plugin or GradientAccumulationPlugin()
     if plugin.num_steps is not None:
-        return plugin.num_steps, "argument", plugin
+        return plugin, "argument"
     source = "argument"
     if num_steps is None and run_config is not None:
         num_steps, source = run_config.gradient_accumulation_steps, "config"
@@ -244,12 +243,11 @@ def _accumulation_settings(
         if text and not (text.isdecimal() and int(text)):
             raise ConfigError(
                 f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
-                "whole number of at least 1: the number of batches in one optimizer step. Correct "
-                "or unset it."
+                "whole number of at least 1. Correct or unset it."
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
-    return num_steps, source, replace(plugin, num_steps=num_steps)
+    return replace(plugin, num_steps=num_steps), source
 
 
 def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
@@ -269,9 +267,8 @@ def _fp8_settings(
         return Fp8Config.from_environment() if run_config is None else run_config.fp8
     if not any(row.name == name and row.has_backends for row in PRECISIONS):
         raise ConfigError(
-            f"kwargs_handlers got {type(handler).__name__} with mixed_precision="
-            f"{name!r}: nothing would compute in 8 bits. Give mixed_precision='fp8', or "
-            "leave the handler out."
+            f"kwargs_handlers got {type(handler).__name__} with mixed_precision={name!r}: nothing "
+            "would compute in 8 bits. Give mixed_precision='fp8', or leave it out."
         )
     settings = handler.to_config()
     if run_config is not None and run_config.fp8 not in (None, settings):
@@ -302,8 +299,7 @@ def _merge_precision(
         return settings_request.mixed_precision, "config"
     raise ConfigError(
         f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
-        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
-        f"one out{settings_request.remedy}."
+        f"{settings_request.mixed_precision!r}. Leave one out{settings_request.remedy}."
     )
 
 
@@ -313,8 +309,8 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
-            "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin. Give "
+            "TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:
         raise _two_given(f"dynamo_backend={backend!r}", f"dynamo_plugin={plugin}")
@@ -334,9 +330,8 @@ def refuse_unserved(given: Mapping[str, Any]) -> None:
     for name, meaning in _UNSERVED_ARGUMENTS.items():
         if given[name] is not None:
             raise PlatformUnsupported(
-                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version of "
-                "nbaccel does not support; training without it would be something else. Leave it "
-                "out, and use fsdp_plugin for models too big for one device."
+                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version does not "
+                "support. Leave it out, and use fsdp_plugin for models too big for one device."
             )
 
 

@@ -78,9 +78,8 @@ class TrainingCheckpoints(Preparer):
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(
-                f"save_state within a group of {num_steps} batches: gradients of "
-                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
-                "where accelerator.sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches leaves out gradients of "
+                f"{step % num_steps}, which are sharded. Save where sync_gradients is True.",
                 stacklevel=3,
             )
         return self._checkpoints.save(folder, parts, step=step, **options)
@@ -199,9 +198,14 @@ class TrainingCheckpoints(Preparer):
             ConfigError: `save_directory` is a file.
         """
         # On every process, because gathering sharded weights is a collective.
-        state_dict = self._state_to_write(model)
+        state = self.get_state_dict(model)
+        if self._run.request.project.save_on_each_node:
+            text = "save_model: state of the model"
+            writes_by_rank = self._run.collectives.answers(text, self._writes_here)
+            writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
+            state = dict(send_to_writers(state, writers, self._run.collectives, what=text))
         if self._writes_here:
-            checkpoint.save_model(state_dict, save_directory, max_shard_size, safe_serialization)
+            checkpoint.save_model(state, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()  # so that any process may read the files
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -214,16 +218,6 @@ class TrainingCheckpoints(Preparer):
         """
         if self._writes_here:
             checkpoint.save(obj, f, safe_serialization)
-
-    def _state_to_write(self, model: nn.Module) -> dict[str, Any]:
-        """The whole state dict, on all processes that write files."""
-        state = self.get_state_dict(model)
-        if not self._run.request.project.save_on_each_node:
-            return state
-        text = "save_model: state of the model"
-        writes_by_rank = self._run.collectives.answers(text, self._writes_here)
-        writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
-        return dict(send_to_writers(state, writers, self._run.collectives, what=text))
 
     @property
     def _writes_here(self) -> bool:
@@ -254,13 +248,17 @@ class Checkpoints:
         project = self._project
         is_numbered = project.automatic_checkpoint_naming and may_be_numbered
         if is_numbered:
-            target = self._numbered_target(folder)
+            parent = _folder_of(project)
+            # After all existing ones, also of an earlier run.
+            number = max([project.iteration, *(n + 1 for n in _numbered_checkpoints(parent))])
+            target = parent / f"checkpoint_{number}"
+            if folder is not None:
+                _log.warning("checkpoints are numbered: saving to %s, not to %s", target, folder)
         elif folder is not None:
             target = Path(folder)
         else:
             raise ConfigError(
-                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
-                "are not numbered. Give a folder, or "
+                f"save_state(output_dir={folder!r}) has nowhere to save to. Give a folder, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)."
             )
         checkpoint_path = save_state(
@@ -273,25 +271,14 @@ class Checkpoints:
             **options,
         )
         # From the folder's name, which process 0 chose: the count of this process may be another.
-        number = _number_of(checkpoint_path) if is_numbered else None
-        project.iteration = (project.iteration if number is None else number) + 1
+        saved_number = _number_of(checkpoint_path) if is_numbered else None
+        project.iteration = (project.iteration if saved_number is None else saved_number) + 1
         # After the new one is in place: a save that fails must not cost an older checkpoint.
         if is_numbered and self._place.is_local_main:
             existing = list(_numbered_checkpoints(checkpoint_path.parent).values())
             for path in existing[: -project.total_limit if project.total_limit else 0]:
                 discard_checkpoint(path)
         return checkpoint_path
-
-    def _numbered_target(self, folder: str | Path | None) -> Path:
-        parent = _folder_of(self._project)
-        # After all existing ones, also of an earlier run.
-        number = max([self._project.iteration, *(n + 1 for n in _numbered_checkpoints(parent))])
-        numbered_folder = parent / f"checkpoint_{number}"
-        if folder is not None:
-            _log.warning(
-                "checkpoints are numbered: saving to %s, not to %s", numbered_folder, folder
-            )
-        return numbered_folder
 
     def load(self, folder: str | Path | None, parts: CheckpointParts, **options: Any) -> int | None:
         """Put back what :meth:`save` wrote; a collective."""
@@ -314,8 +301,8 @@ class Checkpoints:
             return Path(folder)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
-                f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
-                "are not numbered. Give the folder that save_state returned."
+                f"load_state(input_dir={folder!r}) has nothing to load from: checkpoints are not "
+                "numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more. What is
         # wrong is sent as text, because the others wait for the broadcast.
@@ -324,9 +311,8 @@ class Checkpoints:
             try:
                 parent = _folder_of(self._project)
                 found = (
-                    f"load_state() found no checkpoint_<number> in {str(parent)!r}: there is "
-                    "nothing to continue from. Save one first, or give load_state the folder of a "
-                    "checkpoint."
+                    f"load_state() found no checkpoint_<number> in {str(parent)!r}. Save one "
+                    "first, or give the folder of a checkpoint."
                 )
                 if existing := _numbered_checkpoints(parent):
                     found = existing[max(existing)]
@@ -346,18 +332,15 @@ def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> Removab
 
 
 def _folder_of(configuration: ProjectConfiguration) -> Path:
-    """The folder of all numbered checkpoints."""
     if configuration.project_dir is None:
         raise ConfigError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
-            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
-            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
+            "ProjectConfiguration(automatic_checkpoint_naming=True) numbers checkpoints in "
+            f"project_dir={configuration.project_dir!r}. Give Accelerator(project_dir=...)."
         )
     return Path(configuration.project_dir).expanduser() / "checkpoints"
 
 
 def _number_of(folder: Path) -> int | None:
-    """The number in a checkpoint's name; None for any other name."""
     name_match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
     return int(name_match[1]) if name_match else None
 

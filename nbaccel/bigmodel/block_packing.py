@@ -81,7 +81,6 @@ class Packing:
         )
 
 
-# ------------------------------------------------------------------------------- blocks
 class BlockForest:
     """Blocks by number: those inside of a block follow it, so that it is a range of numbers."""
 
@@ -174,7 +173,6 @@ def find_block(
     return []
 
 
-# ------------------------------------------------------------------------------- packing
 def pack_blocks(
     forest: BlockForest, tiers: Sequence[Tier], *, may_skip_ahead: bool = False
 ) -> Packing:
@@ -292,7 +290,6 @@ class _BlockPacker:
         # cannot be split. Here parts of the block that are not tied still get their chance.
         return number if children[number] else None
 
-    # ------------------------------------------------------------------- room
     def _fits(self, members: Sequence[int], size: float) -> bool:
         tier = self._tiers[self._current]
         if tier.budget is None:
@@ -301,7 +298,6 @@ class _BlockPacker:
         return room >= 0 and room >= self._room_beside(members)
 
     def _room_beside(self, members: Sequence[int]) -> float:
-        """Bytes to be kept free on the current tier when these blocks are placed."""
         if not self._tiers[self._current].keeps_room:
             return 0
         if self._rules.room_kept is not None and self._current == 0:
@@ -321,7 +317,6 @@ class _BlockPacker:
                 return self._forest.blocks[layer].size
         return 0
 
-    # ------------------------------------------------------------------- what is done
     def _place(self, members: Sequence[int], size: float) -> None:
         tier = self._tiers[self._current]
         self._held[tier.device] += size

@@ -34,7 +34,6 @@ from nbaccel.transfer.arena import Arena
 SAFE_FILE = "model.safetensors"
 TORCH_FILE = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
-_SAFE_SUFFIX = ".safetensors"
 _HEADER_LENGTH_BYTES = 8
 _POINTER_START = b"version https://git-lfs"
 _ARCHIVE_START = b"PK\x03\x04"
@@ -71,7 +70,7 @@ def read_checkpoint(checkpoint: str | Path) -> dict[str, CheckpointTensor]:
     for path in file_paths:
         try:
             _refuse_pointer(path)
-            read = _read_safetensors if path.suffix == _SAFE_SUFFIX else _read_torch
+            read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
             tensors_by_file[path.name] = {stored.name: stored for stored in read(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes
@@ -93,17 +92,15 @@ def read_checkpoint(checkpoint: str | Path) -> dict[str, CheckpointTensor]:
     return {name: tensors_by_file[file_name][name] for name, file_name in weight_map.items()}
 
 
-# ------------------------------------------------------------------------------ which files
 def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     """The files, and by which name of a file each tensor is listed where there is an index."""
     if _is_readable_file(source):
         return _indexed_files(source) if source.suffix == ".json" else ([source], None)
     if not os.path.isdir(source):  # noqa: PTH112 - as below
         raise ConfigError(
-            f"checkpoint={str(source)!r} is no file and no folder: there are no weights to load. "
-            "Give a .safetensors or .bin file, an *.index.json, or the folder that holds them. "
-            "(A name on a model hub must be downloaded first: "
-            "huggingface_hub.snapshot_download gives the folder.)"
+            f"checkpoint={str(source)!r} is no file and no folder. Give a .safetensors or .bin "
+            "file, an *.index.json, or the folder that holds them. (A name on a model hub must be "
+            "downloaded first: huggingface_hub.snapshot_download gives the folder.)"
         )
     for file_name in (TORCH_FILE, SAFE_FILE):
         if _is_readable_file(source / file_name):
@@ -114,12 +111,11 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     if index_paths:
         index_names = ", ".join(path.name for path in index_paths)
         raise ConfigError(
-            f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
-            "weights. Give the path of one of them."
+            f"{source} holds {len(index_paths)} indexes ({index_names}). Give one of their paths."
         )
     raise ConfigError(
-        f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
-        f"weights to load. It {_folder_listing(source)}. Give the file itself."
+        f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}. It "
+        f"{_folder_listing(source)}. Give the file itself."
     )
 
 
@@ -142,14 +138,13 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     # A deeply nested text is a RecursionError.
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
-            f"{index_path} cannot be read as JSON ({error}): it says in which files the weights "
-            f"are. {_REMEDY}"
+            f"{index_path} cannot be read as JSON ({error}). {_REMEDY}"
         ) from error
     weight_map: Any = index.get("weight_map", index) if isinstance(index, dict) else None
     is_map = isinstance(weight_map, dict) and bool(weight_map)
     if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointDamaged(
-            f"{index_path} is no index: it must map names of tensors to names of files, under "
+            f"{index_path} has no map of names of tensors to names of files under "
             f'"weight_map". {_REMEDY}'
         )
     file_names = sorted(set(weight_map.values()))
@@ -157,8 +152,7 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     outside = [name for name in file_names if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise CheckpointDamaged(
-            f"{index_path} names files outside of its folder ({first_few(outside, 3)}): a "
-            f"checkpoint's files are in one folder. {_REMEDY}"
+            f"{index_path} names files outside of its folder: {first_few(outside, 3)}. {_REMEDY}"
         )
     missing = [name for name in file_names if not _is_readable_file(index_path.parent / name)]
     if missing:
@@ -169,7 +163,6 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     return [index_path.parent / name for name in file_names], weight_map
 
 
-# ------------------------------------------------------------------------------ what is in one
 def _refuse_pointer(path: Path) -> None:
     """Say what a file of Git LFS is, which a clone without it leaves where weights should be."""
     try:
@@ -177,8 +170,7 @@ def _refuse_pointer(path: Path) -> None:
             first_bytes = file.read(len(_POINTER_START))
     except OSError as error:
         raise CheckpointDamaged(
-            f"{path} cannot be opened ({error.strerror or error}): there is nothing to load from "
-            f"it. {_REMEDY}"
+            f"{path} cannot be opened ({error.strerror or error}). {_REMEDY}"
         ) from error
     if first_bytes == _POINTER_START:
         raise CheckpointDamaged(
@@ -201,8 +193,8 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
         ) from error
     if file_format not in ("pt", "np", "numpy", "mlx"):
         raise CheckpointDamaged(
-            f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
-            "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
+            f"{path} was saved in the format {file_format!r}, which lays weights out in another "
+            "way than torch. Convert it: from_pretrained(from_tf=True, from_flax=True)."
         )
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH_BYTES + header_bytes  # from which offsets count
@@ -229,8 +221,7 @@ def _read_torch(path: Path) -> list[CheckpointTensor]:
     state, is_mapped = _open_torch_file(path)
     if not isinstance(state, Mapping):
         raise CheckpointDamaged(
-            f"{path} holds a {type(state).__name__}, no state dict: it is unclear which tensor is "
-            "which. Save model.state_dict()."
+            f"{path} holds a {type(state).__name__}, no state dict. Save model.state_dict()."
         )
     nested = [str(name) for name, value in state.items() if isinstance(value, Mapping)]
     if nested:
@@ -282,7 +273,6 @@ def _open_torch_file(path: Path) -> tuple[Any, bool]:
 
 
 def _is_plain_archive(path: Path) -> bool:
-    """Whether a file is an archive whose records can be used where they lie."""
     with path.open("rb") as file:
         if file.read(len(_ARCHIVE_START)) != _ARCHIVE_START:
             return False
@@ -293,9 +283,6 @@ def _is_plain_archive(path: Path) -> bool:
             if not is_stored or record.header_offset + record.file_size > num_bytes:
                 raise ValueError(f"its record {record.filename} is compressed or incomplete")
     return True
-
-
-# ------------------------------------------------------------------------- weights of files
 
 
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
@@ -342,20 +329,18 @@ class WeightFiles:
             return stored.opened if is_usable else stored.opened.contiguous().clone()
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        raw_bytes = self._raw_bytes(stored)
+        if _HAS_MEMORY_FILES:
+            # A storage of its own for each tensor, as launches share storages.
+            own_arena = self._arena_of(stored.path)
+            storage = arena.storage_at(own_arena, stored.first_byte, stored.num_bytes)
+            raw_bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
+        else:
+            end_byte = stored.first_byte + stored.num_bytes
+            whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
+            raw_bytes = whole_file[stored.first_byte :]
         if stored.first_byte % stored.dtype.itemsize:  # at an address that its dtype does not allow
             raw_bytes = raw_bytes.clone()
         return raw_bytes.view(stored.dtype).view(stored.shape)
-
-    def _raw_bytes(self, stored: CheckpointTensor) -> torch.Tensor:
-        """The bytes of a tensor, of shape ``[num_bytes]`` and dtype uint8."""
-        if not _HAS_MEMORY_FILES:
-            end_byte = stored.first_byte + stored.num_bytes
-            whole_file = torch.from_file(str(stored.path), False, end_byte, dtype=torch.uint8)
-            return whole_file[stored.first_byte :]
-        # A storage of its own for each tensor, as launches share storages.
-        storage = arena.storage_at(self._arena_of(stored.path), stored.first_byte, stored.num_bytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _arena_of(self, path: Path) -> Arena:
         if path not in self._arenas:
@@ -430,7 +415,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return StoredWeights(self._files, self.stored, {**self._held, **held})
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """See :class:`~nbaccel.bigmodel.prefetching.PrefetchingWeights`."""
+        """See :func:`~nbaccel.bigmodel.prefetching.tell_weights`."""
         new_names = [name for name in names if name in self.stored and name not in self._reads]
         if not new_names:
             return
@@ -443,7 +428,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         reader.shutdown(wait=False)
 
     def release(self, names: Sequence[str]) -> None:
-        """See :class:`~nbaccel.bigmodel.prefetching.PrefetchingWeights`."""
+        """See :func:`~nbaccel.bigmodel.prefetching.tell_weights`."""
         for name in names:
             if name in self.stored:
                 read = self._reads.pop(name, None)

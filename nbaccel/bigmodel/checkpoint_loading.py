@@ -100,24 +100,22 @@ def load_checkpoint_in_model(
     del offload_state_dict
     if offload_8bit_bnb:
         raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
-            "version does not make. Load with from_pretrained(quantization_config=...) of "
-            "transformers."
+            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which are "
+            "not made here. Load with transformers' from_pretrained(quantization_config=...)."
         )
     tensors = arena.named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
-            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
-            "Accelerator.load_state."
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: files of whole "
+            "tensors are read here. Leave it out, or load shards with Accelerator.load_state."
         )
     _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
-            "was given: a later dispatch_model would not know where they are. Give offload_folder, "
-            "or use load_checkpoint_and_dispatch, which needs none."
+            "was given, by which dispatch_model finds them. Give it, or use "
+            "load_checkpoint_and_dispatch, which needs none."
         )
     if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
         _load_from_first_rank(model, checkpoint, strict=strict)
@@ -146,16 +144,15 @@ def fill_model(
     unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
     if needs_mapping and unmapped:
         raise ConfigError(
-            f"{', '.join(unmapped)} was written by torch before version 1.6, in a format that must "
-            "be read as a whole: weights of it cannot stay on disk. Load it with torch.load and "
-            "save it again, best with save_model of an Accelerator (safetensors)."
+            f"{', '.join(unmapped)} was written by torch before version 1.6 and must be read as a "
+            "whole: weights of it cannot stay on disk. Load it with torch.load and save it again."
         )
     empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
-            "without memory for their values. Nothing has been loaded. Call "
-            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}): they "
+            'have no memory. Nothing has been loaded. Call model.to_empty(device="cpu") (or '
+            "another device) before, or load before sharding."
         )
     files = WeightFiles()
     files.map_files(placement.stored for placement in placements)
@@ -187,7 +184,6 @@ def load_state_dict(
     return state
 
 
-# ------------------------------------------------------------------------------ what goes where
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """One tensor of the model, and what it is filled from."""
@@ -212,7 +208,11 @@ def plan_loading(
     """Compare a checkpoint's headers with a model; what goes where, in the order of the files."""
     content = read_checkpoint(source)
     model = inner_model(model)
-    groups = _tensor_groups(model)
+    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    saved = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved_names}
+    groups: list[_TensorGroup] = [
+        (tuple(names), saved[names[0]]) for names in names_by_tensor(saved.items()).values()
+    ]
     buffer_names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     mistakes: list[str] = []
     placements: list[Placement] = []
@@ -235,23 +235,20 @@ def plan_loading(
             mistakes.append(f"{names[0]} has no device in device_map")
         if tier == DISK and not offload_buffers and buffer_names.issuperset(names):
             tier = HOST
+        target_dtype = tensor.dtype
+        if dtype is not None and tensor.dtype.is_floating_point:
+            keeps_fp32 = any(name in fp32_modules for name in names[0].split("."))
+            target_dtype = torch.float32 if keeps_fp32 and dtype is torch.float16 else dtype
         placements.append(
-            Placement(
-                names=names,
-                tensor=tensor,
-                stored=stored,
-                tier=tier,
-                dtype=_target_dtype(names[0], tensor, dtype, fp32_modules),
-            )
+            Placement(names=names, tensor=tensor, stored=stored, tier=tier, dtype=target_dtype)
         )
     mistakes += _coverage_mistakes(groups, source, content.keys(), strict=strict)
     if mistakes:
         shown = first_few(mistakes, _MOST_LISTED, separator="\n  ")
         raise ConfigError(
-            f"{source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been "
-            "loaded. Build the model from the configuration that the checkpoint was saved with, or "
-            "give the checkpoint of this "
-            f"model.{_prefix_hint(groups, content.keys())}"
+            f"{source} does not fit {type(model).__name__}:\n  {shown}\nNothing has been loaded. "
+            "Build the model from the configuration that the checkpoint was saved with, or give "
+            f"the checkpoint of this model.{_prefix_hint(groups, content.keys())}"
         )
     _warn_of_empty_buffers(model)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
@@ -280,27 +277,9 @@ _TensorGroup = tuple[tuple[str, ...], torch.Tensor]
 """A tensor of the state dict, with all its names."""
 
 
-def _tensor_groups(model: nn.Module) -> list[_TensorGroup]:
-    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    saved = {name: tensor for name, tensor in named_tensors(model) if name not in unsaved_names}
-    return [(tuple(names), saved[names[0]]) for names in names_by_tensor(saved.items()).values()]
-
-
-def _target_dtype(
-    tensor_name: str, tensor: torch.Tensor, dtype: torch.dtype | None, fp32_modules: Collection[str]
-) -> torch.dtype:
-    if dtype is None or not tensor.dtype.is_floating_point:
-        return tensor.dtype
-    parts = tensor_name.split(".")
-    if dtype is torch.float16 and any(name in parts for name in fp32_modules):
-        return torch.float32
-    return dtype
-
-
 def _coverage_mistakes(
     groups: list[_TensorGroup], source: str | Path, stored_names: KeysView[str], *, strict: bool
 ) -> Iterator[str]:
-    """Weights without a value, and values without a weight."""
     all_names = {name for names, _ in groups for name in names}
     unused_names = sorted(stored_names - all_names)
     if all_names and unused_names and len(unused_names) == len(stored_names):
@@ -337,13 +316,10 @@ def _warn_of_empty_buffers(model: nn.Module) -> None:
         name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
     ]
     if empty_names:
-        _log.warning(
-            "%d buffers of %s are on meta and in no checkpoint, because they are not persistent: "
-            "%s. Build the model under init_empty_weights(include_buffers=False), or set them.",
-            len(empty_names),
-            type(model).__name__,
-            first_few(empty_names, _MOST_LISTED),
-        )
+        text = "%d buffers of %s are on meta and in no checkpoint, as they are not persistent: %s. "
+        text += "Build the model under init_empty_weights(include_buffers=False), or set them."
+        listed = first_few(empty_names, _MOST_LISTED)
+        _log.warning(text, len(empty_names), type(model).__name__, listed)
 
 
 _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
@@ -351,7 +327,6 @@ _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
 
 
 def _prefix_hint(groups: list[_TensorGroup], file_names: KeysView[str]) -> str:
-    """What would make names fit of which none does."""
     all_names = {name for names, _ in groups for name in names}
     for prefix in _WRAPPER_PREFIXES if all_names.isdisjoint(file_names) else ():
         if not all_names.isdisjoint(name.replace(prefix, "") for name in file_names):
@@ -361,28 +336,22 @@ def _prefix_hint(groups: list[_TensorGroup], file_names: KeysView[str]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------ refusals
-
-
 def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if device_map is None:
         return
     if not isinstance(device_map, Mapping):
         raise ConfigError(
-            f"device_map={device_map!r} says of no module where it goes: this function needs a "
-            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
-            "load_checkpoint_and_dispatch, which also takes a name."
+            f"device_map={device_map!r} is no mapping from modules' names to devices. Give "
+            "infer_auto_device_map(model), or call load_checkpoint_and_dispatch, which takes names."
         )
     if sharded_name is not None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
-            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
-            "out."
+            "in shards, which are where the strategy put them. Leave device_map out."
         )
 
 
 def _check_tiers(placements: Sequence[Placement]) -> None:
-    """Try each device before anything is changed."""
     # By their texts, since what a user gives need not be hashable.
     placed = (p for p in reversed(placements) if p.tier not in (None, HOST, DISK))
     tiers = {repr(p.tier): p for p in placed}
@@ -406,7 +375,6 @@ def _shorten_map(device_map: Mapping[str, Any]) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-# ------------------------------------------------------------------------------ filling
 def _fill(model: nn.Module, placements: Sequence[Placement], files: WeightFiles) -> None:
     # Memory for tensors that come to the host and cannot be views of the file, by `id`.
     wanted = [p for p in placements if _goes_to_host(p) and _must_be_copied(p)]
@@ -443,7 +411,6 @@ def _must_be_copied(placement: Placement) -> bool:
 
 
 def _is_read_now(placement: Placement) -> bool:
-    """Whether its bytes are read, not only mapped."""
     return placement.tier != DISK and (
         placement.tier is not None or _must_be_copied(placement) or not _goes_to_host(placement)
     )
@@ -501,7 +468,6 @@ def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _put(model: nn.Module, placement: Placement, values: torch.Tensor) -> None:
-    """Give a tensor of the model its values, under all its names."""
     old_tensor = placement.tensor
     new_tensor: torch.Tensor = values
     if isinstance(old_tensor, nn.Parameter):
@@ -533,7 +499,6 @@ def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) ->
     return False
 
 
-# ------------------------------------------------------------------------------ several ranks
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:
     """Process 0 reads, the others get their part of each tensor from it; a collective."""
     files = WeightFiles()
@@ -578,9 +543,8 @@ def _agree_on_receiving(
         if problems:
             raise ConfigError(
                 f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
-                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
-                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
-                "each process reads its part from the file."
+                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Prepare the same "
+                "model in all processes first, or leave broadcast_from_rank0 out."
             )
 
 
@@ -599,7 +563,6 @@ def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
         tensor.detach().copy_(received)
 
 
-# ------------------------------------------------------------------------------ index of a folder
 def write_offload_index(offload_folder: str | Path, weights: StoredWeights) -> None:
     """Say in a folder where the weights on disk are, in Accelerate's format."""
     folder = Path(offload_folder)

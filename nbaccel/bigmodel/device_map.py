@@ -23,14 +23,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.torch_private import module_tables
 from nbaccel.base.units import count_noun, format_bytes, parse_bytes
-from nbaccel.bigmodel.block_packing import (
-    Block,
-    BlockForest,
-    Packing,
-    Tier,
-    find_block,
-    pack_blocks,
-)
+from nbaccel.bigmodel import block_packing
 from nbaccel.bigmodel.module_sizes import (
     NamedPart,
     WeightFormat,
@@ -56,8 +49,6 @@ DISK = "disk"
 NAMED_TIERS = ("mps", HOST, DISK)
 """Tiers with a name, the fastest first; ``mps`` is an accelerator that has no number."""
 
-_USED_WHEN_ALONE = 0.9
-_ROOM_PER_BLOCK = 1.25
 _BAR_CHARS = 40
 _NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
@@ -69,7 +60,6 @@ def is_accelerator(device: DeviceKey) -> bool:
     return device not in (HOST, DISK)
 
 
-# ------------------------------------------------------------------------------- budgets
 def get_max_memory(
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
     *,
@@ -96,8 +86,16 @@ def get_max_memory(
     """
     machine = inspect_machine() if inventory is None else inventory
     if max_memory is None:
-        return dict(_free_memory(machine))
-    mistakes = [*_mistaken_devices(max_memory)]
+        free = sorted(_accelerator_memory(machine), key=lambda pair: _tier_order(pair[0]))
+        if all(isinstance(device, int) for device, _ in free):
+            free.append((HOST, machine.host_available_bytes))
+        return dict(free)
+    mistakes = [
+        f"max_memory has a budget for {device!r}, which is no device. Name accelerators by their "
+        "numbers (0, 1, ...), and the others 'mps', 'cpu' and 'disk'."
+        for device in max_memory
+        if device not in NAMED_TIERS and not (type(device) is int and device >= 0)
+    ]
     parsed_budgets: dict[DeviceKey, int] = {}
     for device in sorted(max_memory, key=_tier_order):
         budget: Any = max_memory[device]
@@ -111,42 +109,18 @@ def get_max_memory(
             mistakes.append(f"max_memory[{device!r}]: {error}")
     if mistakes:
         raise ConfigError(*mistakes)
-    _report_absent(parsed_budgets, machine)
+    present = [device for device, _ in _accelerator_memory(machine)]
+    absent = [
+        device for device in parsed_budgets if is_accelerator(device) and device not in present
+    ]
+    if absent:
+        text = "max_memory names devices that are not available: %s; this machine has %s"
+        _log.warning(text, absent, present or "no accelerator")
     return parsed_budgets
 
 
 def _tier_order(device: Any) -> tuple[int, int]:
     return (0, device) if isinstance(device, int) else (1, [*NAMED_TIERS, device].index(device))
-
-
-def _mistaken_devices(max_memory: Iterable[Any]) -> Iterator[str]:
-    for device in max_memory:
-        is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
-        if not is_number and device not in NAMED_TIERS:
-            yield (
-                f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
-                "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
-                "'cpu' and 'disk'."
-            )
-
-
-def _report_absent(budgets: Iterable[DeviceKey], machine: Inventory) -> None:
-    present = [device for device, _ in _accelerator_memory(machine)]
-    absent = [device for device in budgets if is_accelerator(device) and device not in present]
-    if absent:
-        _log.warning(
-            "max_memory names devices that are not available: %s; this machine has %s. A map that "
-            "uses them can be made here, and followed only where they are.",
-            absent,
-            present or "no accelerator",
-        )
-
-
-def _free_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
-    accelerator_memory = sorted(_accelerator_memory(machine), key=lambda pair: _tier_order(pair[0]))
-    yield from accelerator_memory
-    if all(isinstance(device, int) for device, _ in accelerator_memory):
-        yield HOST, machine.host_available_bytes
 
 
 def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
@@ -156,17 +130,12 @@ def _accelerator_memory(machine: Inventory) -> Iterator[tuple[DeviceKey, int]]:
             yield unit.kind, unit.free_bytes or machine.host_available_bytes
         else:
             if not unit.free_bytes and not unit.total_bytes:
-                _log.warning(
-                    "The driver of accelerator %s (%s) does not tell its free memory, so nothing "
-                    "is put there. Give max_memory={%s: ...} to use it.",
-                    unit.index,
-                    unit.name,
-                    unit.index,
-                )
+                text = "Nothing is put on accelerator %s (%s): its driver tells no free memory. "
+                text += "Give max_memory={%s: ...} to use it."
+                _log.warning(text, unit.index, unit.name, unit.index)
             yield unit.index, unit.free_bytes
 
 
-# ------------------------------------------------------------------------------- balance
 def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[DeviceKey, int | float | str] | None = None,
@@ -183,15 +152,8 @@ def get_balanced_memory(
     end where shares do; the last keeps its whole budget. A single accelerator whose budget was not
     given is used to 90 %, so that something is left for activations.
 
-    Args:
-        model: The module; its tensors may be on ``meta``.
-        max_memory: As in :func:`get_max_memory`; no budget grows. Accelerators with a budget of 0
-            take no share.
-        no_split_module_classes: Names of the classes of blocks that must not be split.
-        dtype: As in ``compute_module_sizes``.
-        special_dtypes: As in ``compute_module_sizes``.
-        low_zero: Whether the first accelerator gets only what the others have no room for.
-        inventory: As in :func:`get_max_memory`.
+    Arguments are those of :func:`infer_auto_device_map`. No budget grows; accelerators with a
+    budget of 0 take no share, and with `low_zero` the first gets what the others have no room for.
 
     Returns:
         Budgets in bytes, in the order of :func:`get_max_memory`.
@@ -202,7 +164,7 @@ def get_balanced_memory(
     budgets = get_max_memory(max_memory, inventory=inventory)
     sharing = [device for device, budget in budgets.items() if is_accelerator(device) and budget]
     if len(sharing) == 1 and max_memory is None:
-        budgets[sharing[0]] = int(budgets[sharing[0]] * _USED_WHEN_ALONE)
+        budgets[sharing[0]] = int(budgets[sharing[0]] * 0.9)
     if len(sharing) < 2:
         return budgets
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -219,7 +181,7 @@ def get_balanced_memory(
     sizes_of_modules = {n: size for n, size in module_sizes.items() if n not in tensor_names}
     layer_bytes = [sizes_of_modules[name] for name in get_module_leaves(sizes_of_modules)]
     mean_bytes = int(sum(layer_bytes) / max(1, len(layer_bytes)))
-    extra_bytes = int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
+    extra_bytes = int(1.25 * max([mean_bytes, *block_bytes.values()]))
     share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
     first_device, *other_devices = sharing
     for device in sharing[low_zero:-1]:
@@ -284,18 +246,17 @@ def infer_auto_device_map(
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     tied_groups = find_tied_parameters(model)
     if not tied_groups and check_tied_parameters_in_config(model):
-        _log.warning(
-            "The configuration of %s ties weights, and none of its weights are tied: each would "
-            "get room of its own. Call model.tie_weights() before.",
-            type(model).__name__,
-        )
+        text = "The configuration of %s ties weights, and none are tied: call tie_weights() before"
+        _log.warning(text, type(model).__name__)
     whole_classes = class_names(no_split_module_classes)
     # Accelerate splits the model itself, also where its class must not be split.
     is_whole = type(model).__name__ in whole_classes
     parts = [("", model)] if is_whole else list(_direct_parts("", model))
     blocks = _list_blocks(parts, whole_classes, module_sizes)
-    packing = pack_blocks(
-        BlockForest(blocks, tied_groups), _tiers_of(budgets), may_skip_ahead=fallback_allocation
+    packing = block_packing.pack_blocks(
+        block_packing.BlockForest(blocks, tied_groups),
+        _tiers_of(budgets),
+        may_skip_ahead=fallback_allocation,
     )
     for name, device in packing.devices.items() if verbose else ():
         _log.info("%s: put on %s, %s bytes", name, device, module_sizes.get(name, 0))
@@ -315,9 +276,6 @@ def infer_auto_device_map(
     return clean_device_map(device_map) if clean_result else device_map
 
 
-# ------------------------------------------------------------------------------- blocks
-
-
 def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
     """Parameters, submodules and buffers, those that stand there twice under both names."""
     # Accelerate leaves buffers out of all modules but the model itself, and second names of
@@ -332,9 +290,9 @@ def _direct_parts(module_name: str, module: nn.Module) -> Iterator[NamedPart]:
 
 def _list_blocks(
     parts: Iterable[NamedPart], whole_classes: frozenset[str], sizes: Mapping[str, float]
-) -> list[Block]:
+) -> list[block_packing.Block]:
     """All blocks that may be placed alone, each before those inside of it."""
-    blocks: list[Block] = []
+    blocks: list[block_packing.Block] = []
     stack: list[tuple[str, Any, str | None]] = [(*pair, None) for pair in reversed([*parts])]
     while stack:
         part_name, part, outer_name = stack.pop()
@@ -347,27 +305,26 @@ def _list_blocks(
         inner_parts = list(_direct_parts(part_name, part)) if is_split else []
         # Buffers that stand alone are not brought back and forth.
         is_layer = not inner_parts and isinstance(part, (nn.Module, nn.Parameter))
-        blocks.append(Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
+        blocks.append(block_packing.Block(part_name, sizes.get(part_name, 0), outer_name, is_layer))
         stack += [(name, inner_part, part_name) for name, inner_part in reversed(inner_parts)]
     return blocks
 
 
-def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[Tier]:
+def _tiers_of(budgets: Mapping[DeviceKey, int]) -> list[block_packing.Tier]:
     accelerators = [device for device in budgets if is_accelerator(device)]
     # An accelerator without a number shares the host's memory: what lies on the disk goes to it.
     host_keeps_room = all(isinstance(device, int) for device in accelerators)
     main_device = accelerators[-1 if not host_keeps_room else 0] if accelerators else None
     tiers = [
-        Tier(device, budgets[device], level=0, keeps_room=device == main_device)
+        block_packing.Tier(device, budgets[device], level=0, keeps_room=device == main_device)
         for device in accelerators
     ]
     if HOST in budgets:
-        tiers.append(Tier(HOST, budgets[HOST], level=1, keeps_room=host_keeps_room))
-    return [*tiers, Tier(DISK, budgets.get(DISK), level=2)]
+        tiers.append(block_packing.Tier(HOST, budgets[HOST], level=1, keeps_room=host_keeps_room))
+    return [*tiers, block_packing.Tier(DISK, budgets.get(DISK), level=2)]
 
 
-# ------------------------------------------------------------------------------- reports
-def _too_small_text(packing: Packing) -> str:
+def _too_small_text(packing: block_packing.Packing) -> str:
     table_rows = [("device", "budget", "placed", "wanted next", "its size")]
     for tier in packing.tiers:
         refusal = packing.refusals.get(tier.device)
@@ -381,14 +338,14 @@ def _too_small_text(packing: Packing) -> str:
             f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
             "it have no place on any device.",
             *(f"  {line}" for line in table_lines(table_rows)),
-            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
-            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
-            "'disk' out (it is unlimited then), or let more classes be split.",
+            "What is wanted next counts with what is tied to it, and room is kept for the largest "
+            "layer of a slower device. Give larger budgets, leave 'disk' out (it is unlimited "
+            "then), or let more classes be split.",
         ]
     )
 
 
-def _report_empty_devices(packing: Packing) -> None:
+def _report_empty_devices(packing: block_packing.Packing) -> None:
     needs = {
         device: refusal.size + refusal.room_kept
         for device, refusal in packing.refusals.items()
@@ -403,7 +360,7 @@ def _report_empty_devices(packing: Packing) -> None:
         )
 
 
-def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> None:
+def _check_room_for_buffers(packing: block_packing.Packing, sizes: Mapping[str, float]) -> None:
     buffer_bytes = sum(
         sizes.get(name, 0) for name, device in packing.devices.items() if not is_accelerator(device)
     )
@@ -415,26 +372,20 @@ def _check_room_for_buffers(packing: Packing, sizes: Mapping[str, float]) -> Non
     if buffer_bytes and spare_bytes and max(spare_bytes) < buffer_bytes:
         warnings.warn(
             f"Buffers of layers on the cpu or the disk take {format_bytes(round(buffer_bytes))} of "
-            f"an accelerator, and the most that is left on one is "
-            f"{format_bytes(round(max(spare_bytes)))}: it may run out of memory. Give "
+            f"an accelerator, which has {format_bytes(round(max(spare_bytes)))} left. Give "
             "offload_buffers=True to keep them with their layers.",
             UserWarning,
             stacklevel=3,
         )
 
 
-# ------------------------------------------------------------------------------- maps
 def clean_device_map(
     device_map: MutableMapping[str, Any], module_name: str = ""
 ) -> OrderedDict[str, Any]:
     """Name a module as a whole where several names of a map lie inside it, all on one device.
 
-    Args:
-        device_map: Devices by name; it is changed.
-        module_name: The module whose names are put together; all of them where it is empty.
-
-    Returns:
-        The same map. Each module stands where the first name inside of it stood.
+    Names of `module_name` are put together, all of them where it is empty. The map is changed and
+    returned; each module stands where the first name inside of it stood.
     """
     devices_below: dict[str, list[Any]] = {}
     names_below: dict[str, int] = {}
@@ -460,13 +411,9 @@ def clean_device_map(
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) -> None:
-    """Refuse a map that has no device for some of a model's weights.
+    """Refuse a map, by modules and tensors, that has no device for some of a model's weights.
 
     Names that the model does not have are warned of.
-
-    Args:
-        model: The module.
-        device_map: Devices by the names of modules and tensors.
 
     Raises:
         ConfigError: Parameters and saved buffers without a device, all of them.
@@ -486,8 +433,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
     if homeless_names:
         raise ConfigError(
             f"The device_map has no device for {len(homeless_names)} tensors of "
-            f"{type(model).__name__}: {', '.join(homeless_names)}. They could not be loaded or "
-            "computed with. Add them or the modules that hold them, or give '' for all others."
+            f"{type(model).__name__}: {', '.join(homeless_names)}. Add them or the modules that "
+            "hold them, or give '' for all others."
         )
 
 
@@ -500,13 +447,8 @@ def fallback_allocate(
 ) -> tuple[str | None, Any, list[NamedPart]]:
     """Find the first block that fits into a limit, and take it out of a list of modules.
 
-    Args:
-        modules: Modules and tensors with their names.
-        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
-        size_limit: Bytes, or a text such as ``"2GiB"``. Nothing fits below 0.
-        no_split_module_classes: Names of the classes of blocks that must not be split.
-        tied_parameters: Groups of tied parameters. A block counts with the blocks that hold
-            what is tied to it.
+    Sizes are those of :func:`compute_module_sizes`; nothing fits into less than 0 bytes. A block
+    counts with the blocks that hold what is tied to it.
 
     Returns:
         The block's name, the block, and what is left of the modules: those around the block are
@@ -519,8 +461,8 @@ def fallback_allocate(
     is_below_zero = not isinstance(size_limit, str) and size_limit < 0
     limit_bytes = -1 if is_below_zero else parse_bytes(size_limit)
     blocks = _list_blocks(modules, whole_classes, module_sizes)
-    forest = BlockForest(blocks, tied_parameters or ())
-    members = find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
+    forest = block_packing.BlockForest(blocks, tied_parameters or ())
+    members = block_packing.find_block(forest, forest.roots, lambda _, size: size <= limit_bytes)
     if not members:
         return None, None, list(modules)
     found_name = forest.blocks[members[0]].name
@@ -534,7 +476,6 @@ def fallback_allocate(
     return found_name, found_part, remaining
 
 
-# ------------------------------------------------------------------------------- shown
 @dataclass(frozen=True, slots=True, repr=False)
 class DeviceMapView:
     """Where the blocks of a model lie: it prints itself as bars and a table."""
@@ -574,8 +515,7 @@ def show_device_map(
     if not isinstance(shown_map, Mapping) or not shown_map:
         raise ConfigError(
             f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
-            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
-            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
+            "Give infer_auto_device_map(model) as device_map, or load the model with one."
         )
     check_device_map(model, shown_map)
     machine = inspect_machine() if inventory is None else inventory
@@ -618,8 +558,8 @@ def _device_key(device: Any) -> DeviceKey:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"The device map has {device!r}, which is no device, so it cannot be shown where that "
-            "is. Give a number, 'cpu', 'disk' or a torch.device."
+            f"The device map has {device!r}, which is no device. Give a number, 'cpu', 'disk' or "
+            "a torch.device."
         ) from error
     named = (*NAMED_TIERS, "meta")
     return torch_device.type if torch_device.type in named else torch_device.index or 0
@@ -657,7 +597,6 @@ def _fold_runs(
 
 
 def _bar(device: DeviceKey, runs: list[_Run], capacity: int | None) -> tuple[str, str, str]:
-    """A bar of what lies on a device, what it holds, and what is left."""
     used = sum(size for _, place, size in runs if place == device)
     rest = "no limit known"
     if capacity is not None:

@@ -40,16 +40,9 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name.
+    """Parameters and, unless they are left out, buffers by name; of submodules with `recurse`.
 
-    Args:
-        module: Whose.
-        include_buffers: Whether buffers, too.
-        recurse: Whether those of submodules, too.
-        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
-
-    Yields:
-        Names and tensors.
+    With `remove_non_persistent` without buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -88,7 +81,6 @@ NamedPart = tuple[str, Any]  # a module, a parameter or a buffer, with its name 
 _log = get_logger(__name__)
 
 
-# ------------------------------------------------------------------------------- names
 def names_upwards(tensor_name: str) -> Iterator[str]:
     """A name and those of all modules around it, from the inside out; the model's is empty."""
     while tensor_name:
@@ -109,7 +101,6 @@ def class_names(no_split_module_classes: str | Iterable[str] | None) -> frozense
     return frozenset(no_split_module_classes or ())
 
 
-# ------------------------------------------------------------------------------- sizes
 def compute_module_sizes(
     model: nn.Module,
     dtype: WeightFormat | None = None,
@@ -176,13 +167,7 @@ def compute_module_total_buffer_size(
     dtype: WeightFormat | None = None,
     special_dtypes: Mapping[str, WeightFormat] | None = None,
 ) -> int:
-    """Bytes of all buffers of a model.
-
-    Args:
-        model: The module.
-        dtype: As in :func:`compute_module_sizes`.
-        special_dtypes: As in :func:`compute_module_sizes`.
-    """
+    """Bytes of all buffers of a model; formats are as in :func:`compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -194,15 +179,8 @@ def get_max_layer_size(
     """The largest layer: what has to fit on a device at once for the model to run at all.
 
     A layer is a module without submodules, one whose class must not be split, or a tensor among
-    ``modules``.
-
-    Args:
-        modules: Modules and tensors with their names.
-        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
-        no_split_module_classes: Names of the classes that must not be split.
-
-    Returns:
-        Its bytes, and the names of all layers of this size.
+    ``modules``. Sizes are those of :func:`compute_module_sizes`. Returns its bytes, and the names
+    of all layers of this size.
     """
     whole_classes = class_names(no_split_module_classes)
     layer_bytes: list[tuple[str, int]] = []
@@ -222,13 +200,9 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and of its largest layer.
+    """Bytes of a model, and those of its largest layer with the names of all layers of that size.
 
-    Args:
-        model: The module; one of transformers says itself which of its classes are not split.
-
-    Returns:
-        The whole; the largest layer's bytes with the names of all layers of that size.
+    A model of transformers says itself which of its classes are not split.
     """
     module_sizes = compute_module_sizes(model)
     whole_classes = getattr(model, "_no_split_modules", None)
@@ -246,7 +220,6 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     return [name for name in module_sizes if name and name not in parent_names]
 
 
-# ------------------------------------------------------------------------------- ties
 def get_module_size_with_ties(
     tied_params: Sequence[str],
     module_size: int,
@@ -274,8 +247,7 @@ def _known_owner(tensor_name: str, names: Collection[str]) -> str:
     owner = owner_in(tensor_name, names)
     if owner is None:
         raise ConfigError(
-            f"Neither {tensor_name!r} nor a module around it is in {list(names)[:8]}: where it "
-            "belongs is not known. Add one of them there."
+            f"Neither {tensor_name!r} nor a module around it is in {list(names)[:8]}. Add one."
         )
     return owner
 
@@ -303,8 +275,5 @@ def check_tied_parameters_on_same_device(
     for tied_names in tied_params:
         devices = {name: device_map[_known_owner(name, device_map)] for name in tied_names}
         if len(set(devices.values())) > 1:
-            _log.warning(
-                "Tied parameters are mapped to different devices: %s. Each device would get its "
-                'own copy, and they are one weight no more. Change the map, or take "auto".',
-                devices,
-            )
+            text = "Tied parameters are mapped to different devices, and would be one weight no "
+            _log.warning(text + 'more: %s. Change the map, or take "auto".', devices)

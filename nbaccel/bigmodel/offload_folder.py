@@ -25,12 +25,6 @@ from nbaccel.bigmodel.prefetching import tell_weights
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 
 INDEX_NAME = "index.json"
-_HIDDEN_NAME = "weights"
-_8_BIT_STATISTICS = "SCB"
-_MOST_NUMBERS = 2**59
-
-
-# ------------------------------------------------------------------------- writing
 
 
 def offload_weight(
@@ -39,16 +33,7 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Write one tensor to a folder.
-
-    Args:
-        weight: The tensor, on any device.
-        weight_name: What it is called.
-        offload_folder: The folder, which exists.
-        index: Where its format and shape are noted.
-
-    Returns:
-        `index`.
+    """Write one tensor to a folder that exists; returns `index`, with its format and shape.
 
     Raises:
         ConfigError: The name would lead out of the folder, the tensor has no values to write, or
@@ -64,11 +49,7 @@ def offload_weight(
 def offload_state_dict(
     save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write tensors to a folder, which is made if need be, and add them to its index.
-
-    Args:
-        save_dir: The folder.
-        state_dict: The tensors by name.
+    """Write tensors by name to a folder, which is made if need be, and add them to its index.
 
     Raises:
         ConfigError: A name would lead out of the folder, a tensor has no values to write, or the
@@ -91,15 +72,15 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
                 else f"{type(weight).__name__}"
             )
             raise ConfigError(
-                f"{weight_name!r} is {found}: it has no plain numbers that could be written to a "
-                "file. Load its values first, or leave it in memory."
+                f"{weight_name!r} is {found}, with no plain numbers for a file. Load its values "
+                "first, or leave it in memory."
             )
     paths = [folder / _file_name(weight_name) for weight_name in weights]
     # Files of an earlier run make room as they are replaced, one after the other.
     replaced_bytes = sum(path.stat().st_size for path in paths if path.is_file())
     check_room(folder, sum(weight.nbytes for weight in weights.values()) - replaced_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
+    with atomic.partial_folder(folder, "weights") as hidden_folder:
         for weight_name, weight in weights.items():
             values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
             # As bytes: numpy lacks some of torch's formats.
@@ -115,11 +96,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
 def save_offload_index(
     index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Add entries to a folder's index; without any, nothing is written.
-
-    Args:
-        index: Formats and shapes by name.
-        offload_folder: The folder.
+    """Add formats and shapes by name to a folder's index; without any, nothing is written.
 
     Raises:
         CheckpointDamaged: The index that is there cannot be read.
@@ -132,22 +109,18 @@ def save_offload_index(
 
 
 def _file_name(weight_name: Any) -> str:
-    """The file of a weight."""
     is_plain = isinstance(weight_name, str) and weight_name and "\0" not in weight_name
     if not is_plain or {"/", "\\"} & set(weight_name):
         raise ConfigError(
             f"{weight_name!r} cannot be the name of a weight: its file would lie outside of the "
-            "folder of offloaded weights, where it could overwrite something else. Rename it to "
-            "letters, digits and dots, or use an index of your own making only."
+            "folder, where it could overwrite something else. Use letters, digits and dots, and "
+            "an index of your own making only."
         )
     return f"{weight_name}.dat"
 
 
 def _weight_info(weight: torch.Tensor) -> dict[str, Any]:
     return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-
-
-# ------------------------------------------------------------------------- reading
 
 
 def load_offload_index(offload_folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -171,14 +144,9 @@ def _damaged(path: Path, problem: str) -> CheckpointDamaged:
 def load_offloaded_weight(
     weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A weight as a tensor over its file: read when it is used, and the file is never changed.
+    """A weight, by its entry of the index, as a tensor over its file: read when it is used.
 
-    Args:
-        weight_file: The file.
-        weight_info: Its entry of the index: ``dtype`` and ``shape``.
-
-    Returns:
-        The tensor, in host memory. What is written to it stays in this process's memory.
+    What is written to it stays in this process's memory.
 
     Raises:
         CheckpointDamaged: The entry makes no sense, or the file has not the size that it tells.
@@ -218,7 +186,7 @@ def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]
     # A truth value counts as a number for Python. An empty tensor's other sizes have no file to
     # be compared with, and torch multiplies them.
     is_usable = shape is sizes and all(type(size) is int and size >= 0 for size in sizes)
-    if not is_usable or math.prod(size or 1 for size in sizes) >= _MOST_NUMBERS:
+    if not is_usable or math.prod(size or 1 for size in sizes) >= 2**59:
         raise _damaged(path, f"has the shape {shape!r} in the index, which no tensor can have")
     return tuple(sizes)
 
@@ -227,19 +195,15 @@ def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Give a model the weights of a folder, in host memory; without an index nothing is done."""
-    statistics = [name for name in index or {} if _8_BIT_STATISTICS in name.split(".")]
+    statistics = [name for name in index or {} if "SCB" in name.split(".")]
     if statistics:
         raise ConfigError(
             f"{statistics[0]!r} belongs to 8-bit weights of bitsandbytes, which nbaccel does not "
             "load from a folder. Offload the model without quantization."
         )
-    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
-    weights = dict(loader.items())
+    weights = dict(OffloadedWeightsLoader(save_folder=offload_folder, index=index or {}))
     for name, weight in weights.items():
         set_module_tensor_to_device(model, name, "cpu", value=weight)
-
-
-# ------------------------------------------------------------------------- maps of weights
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -263,11 +227,11 @@ class PrefixedDataset(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
+        """Pass names on to a map that reads ahead; see `tell_weights`."""
         tell_weights(self.dataset, "prefetch", [f"{self.prefix}{name}" for name in names])
 
     def release(self, names: Sequence[str]) -> None:
-        """Pass names on to a map that reads ahead; see `PrefetchingWeights`."""
+        """Pass names on to a map that reads ahead; see `tell_weights`."""
         tell_weights(self.dataset, "release", [f"{self.prefix}{name}" for name in names])
 
 
@@ -297,7 +261,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ConfigError(
                 f"state_dict={state_dict}, save_folder={save_folder} and index={index}: there is "
-                "nothing to load weights from. Give one of them."
+                "nothing to load weights from. Give one."
             )
         if index is None and save_folder is not None:
             index = load_offload_index(save_folder)
@@ -323,8 +287,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
         if self.save_folder is None:
             raise ConfigError(
-                f"{key!r} is in the index ({weight_info!r}) without a safetensors_file, so its "
-                "file must lie in a folder. Pass save_folder."
+                f"{key!r} has no safetensors_file in the index ({weight_info!r}). Pass save_folder."
             )
         return load_offloaded_weight(Path(self.save_folder, _file_name(key)), weight_info)
 
@@ -341,15 +304,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """The entries of a state dict that belong to some submodules.
-
-    Args:
-        state_dict: The whole.
-        submodule_names: Names of submodules, or of single tensors.
-
-    Returns:
-        The entries, with their whole names.
-    """
+    """The entries of a state dict that belong to submodules (or are tensors) of these names."""
     return {
         key: tensor
         for name in submodule_names

@@ -1,7 +1,7 @@
 """Weights fetched before they are needed: which block runs next, and copies beside the computing.
 
 `ExecutionOrder` keeps the order and a limit in bytes; reading files is the business of maps of
-weights (`PrefetchingWeights`). Copies go from pinned memory on a stream beside; what cannot be
+weights (`tell_weights`). Copies go from pinned memory on a stream beside; what cannot be
 copied like that is left to the caller, who copies it when it is needed.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,30 +21,18 @@ from nbaccel.plan.inspecting import free_host_bytes
 
 PREFETCH_WINDOW_BYTES = 256 * 1024**2  # of weights that are asked for ahead of time
 
-_FREE_PARTS = 8
 
 _copy_log = get_logger(__name__)
 
 
-class PrefetchingWeights(Protocol):
-    """A map of weights that reads ahead; a plain dictionary, which does not, is one, too."""
-
-    def prefetch(self, names: Sequence[str]) -> None:
-        """Begin to bring weights near; return at once."""
-
-    def release(self, names: Sequence[str]) -> None:
-        """Take note that weights are not used for now: their memory may be used for others."""
-
-
 def tell_weights(weights_map: Any, wish: str, names: Sequence[str]) -> None:
-    """Pass ``prefetch`` or ``release`` on to a map of weights that reads ahead, if it does."""
-    # Not by isinstance, which takes long for a protocol, and this runs for every module.
+    """Tell a map of weights, if it reads ahead, to begin to: ``prefetch``, which returns at once.
+
+    Or that weights are not used for now, so that others may have their memory: ``release``.
+    """
     method = getattr(weights_map, wish, None)
     if names and method is not None:
         method(names)
-
-
-# ------------------------------------------------------------------------------ which is next
 
 
 OffloadedBlock = Any
@@ -105,7 +93,7 @@ class ExecutionOrder:
         if self._copied is block:
             self._copied = None
         if block is self._registered[0]:
-            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
+            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // 8)
         coming_blocks = list(self._in_window(block))
         wanted = set(coming_blocks)
         for mistaken in self._asked - wanted - {block}:
@@ -136,7 +124,6 @@ class ExecutionOrder:
         return self._after.get((previous, block)) or self._after.get((None, block))
 
     def _in_window(self, block: OffloadedBlock) -> Iterator[OffloadedBlock]:
-        """The blocks that are expected next, until the window is full."""
         seen = {block}
         steps: set[tuple[OffloadedBlock, OffloadedBlock]] = set()
         num_bytes = 0
@@ -159,9 +146,6 @@ class ExecutionOrder:
 
     def __reduce__(self) -> tuple[type[ExecutionOrder], tuple[int, bool]]:
         return ExecutionOrder, (self.window_bytes, self.prefetch)
-
-
-# ------------------------------------------------------------------------------ copies
 
 
 @dataclass(frozen=True)
@@ -197,12 +181,10 @@ def start_copies(
     index: int | None = device.index
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if (stream := _side_stream(device)) is None:
-        return None
     try:
-        return _copy_on(stream, host_weights)
-    # No room, in pinned memory or on the device: when the weight is needed there may be.
-    except RuntimeError as error:
+        return _copy_on(_side_stream(device), host_weights)
+    # No streams; or no room, in pinned memory or on the device, where there may be later.
+    except (RuntimeError, NotImplementedError) as error:
         _copy_log.debug("Weights are not copied to %s ahead of time: %s", device, error)
         return None
 
@@ -230,10 +212,5 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of a device that copies run on; None where its backend has no streams."""
-    try:
-        return torch.Stream(device=device)
-    except (RuntimeError, NotImplementedError) as error:
-        _copy_log.debug("%s has no streams, so nothing is copied beside: %s", device, error)
-        return None
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device=device)

@@ -46,6 +46,16 @@ _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
 _MOST_WITHOUT_FIRST = 20  # then the first optimizer is of an earlier phase of the training
 _MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
 _awaited: set[str] = set()  # libraries that are looked for when they are imported
+_Plain = Callable[..., Any]
+_Hook = Callable[..., Any]  # what is called in place of a function, which is its first argument
+
+
+def _hooked(plain: _Plain, hook: _Hook) -> Any:
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return hook(plain, *args, **kwargs)
+
+    return call
 
 
 class StepBoundaries:
@@ -143,12 +153,12 @@ class _Watch:
     def set_hooks(self) -> None:
         """Begin to see."""
         self.is_on = True
-        self.replace(torch.autograd, "backward", _noting_backward)
+        self.replace(torch.autograd, "backward", _note_backward)
         # Seen in torch 2.6 to 2.13; where it is missing, loops over loaders are not seen.
         iterator = vars(dataloader).get("_BaseDataLoaderIter")
         if iterator is not None:
-            self.replace(iterator, "__next__", _noting_batches)
-        self.replace(DistributedDataParallel, "__init__", _measuring_exchange)
+            self.replace(iterator, "__next__", _note_batch)
+        self.replace(DistributedDataParallel, "__init__", _measure_exchange)
         self._step_hooks = [
             register_optimizer_step_pre_hook(self._note_begin_of_step),
             register_optimizer_step_post_hook(self._note_step),
@@ -159,19 +169,19 @@ class _Watch:
         self.is_on = False
         for step_hook in self._step_hooks:
             step_hook.remove()
-        for owner, name, plain, hook in reversed(self._replaced):
+        for owner, name, plain, hooked in reversed(self._replaced):
             # Who has replaced it since calls this hook, which does nothing any more.
-            if vars(owner).get(name) is hook:
+            if vars(owner).get(name) is hooked:
                 setattr(owner, name, plain)
         self._replaced.clear()
 
-    def replace(self, owner: Any, name: str, make_hook: Callable[[Any], Any]) -> None:
-        """Put a hook around a function of a module or class."""
+    def replace(self, owner: Any, name: str, hook: _Hook) -> None:
+        """Put a hook around a function of a module or class; called with that one in front."""
         plain = vars(owner).get(name)
         if plain is not None:
-            hook = functools.wraps(plain)(make_hook(plain))
-            setattr(owner, name, hook)
-            self._replaced.append((owner, name, plain, hook))
+            hooked = _hooked(plain, hook)
+            setattr(owner, name, hooked)
+            self._replaced.append((owner, name, plain, hooked))
 
     def _note_begin_of_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         boundaries = self.steps_end
@@ -243,27 +253,24 @@ def _watch_loops() -> None:
 
 
 def _patch_library(module: ModuleType) -> None:
-    for class_name, method, make_hook in _LIBRARIES[module.__name__]:
+    for class_name, method, hook in _LIBRARIES[module.__name__]:
         owner = vars(module).get(class_name)
         # A module may be imported when nothing is watched any more.
         if owner is not None and _watch.is_on:
-            _watch.replace(owner, method, make_hook)
+            _watch.replace(owner, method, hook)
 
 
 def _count_waits() -> None:
     """Count the time for which this process waits in collectives of torch and of libraries."""
     # All that are called in Python end here, at once or when their result is needed. On a GPU it
     # returns when the wait is queued: what the GPU then waits is not seen.
-    plain_wait = dist.Work.wait
-    if hasattr(plain_wait, "__wrapped__"):
-        return
+    if not hasattr(dist.Work.wait, "__wrapped__"):
+        dist.Work.wait = _hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
 
-    @functools.wraps(plain_wait)
-    def counted_wait(work: dist.Work, *args: Any, **options: Any) -> Any:
-        with spent_time.communicating:
-            return plain_wait(work, *args, **options)
 
-    dist.Work.wait = counted_wait  # type: ignore[method-assign, assignment]
+def _count_wait(plain: _Plain, *args: Any, **options: Any) -> Any:
+    with spent_time.communicating:
+        return plain(*args, **options)
 
 
 def watch_boundaries(boundaries: StepBoundaries | None) -> None:
@@ -354,22 +361,20 @@ class SeenLoop:
         self._reporter.loop_ends(self._loop)
 
 
-def _noting_backward(plain: Callable[..., None]) -> Callable[..., None]:
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if _watch.is_on and grad_tensors is None:
-            _watch.num_backwards += 1
-            note_loss(tensors)
-        plain(tensors, grad_tensors, *args, **kwargs)
+def _note_backward(
+    plain: _Plain, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if _watch.is_on and grad_tensors is None:
+        _watch.num_backwards += 1
+        note_loss(tensors)
+    plain(tensors, grad_tensors, *args, **kwargs)
 
-    return backward
 
-
-def _measuring_exchange(plain: Callable[..., None]) -> Callable[..., None]:
-    def make_parallel(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        spent_time.add_exchange(ExchangeDelay(self).read)
-
-    return make_parallel
+def _measure_exchange(
+    plain: _Plain, model: DistributedDataParallel, *args: Any, **kwargs: Any
+) -> None:
+    plain(model, *args, **kwargs)
+    spent_time.add_exchange(ExchangeDelay(model).read)
 
 
 class ExchangeDelay:
@@ -409,23 +414,20 @@ class ExchangeDelay:
         return self._delay_s
 
     def _measured_of(self, passes: int) -> int:
-        """How many of so many passes torch has measured."""
         first_passes = min(passes, _MEASURED_FIRST)
         return first_passes + max(0, passes // self._each - _MEASURED_FIRST // self._each)
 
 
-def _noting_batches(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def read_next(self: Any) -> Any:
-        loop: SeenLoop | None = vars(self).get("_nbaccel_loop")
-        if loop is None:
-            loop = self._nbaccel_loop = begin_loop(self, vars(self).get("_dataset"))
-        if loop is not None:
-            return loop.read(functools.partial(plain, self))
-        if not _watch.is_told:
-            end_step()
-        return plain(self)
-
-    return read_next
+def _note_batch(plain: _Plain, iterator: Any) -> Any:
+    loop: SeenLoop | None = vars(iterator).get("nbaccel_loop")
+    if loop is None:
+        loop = begin_loop(iterator, vars(iterator).get("_dataset"))
+        vars(iterator)["nbaccel_loop"] = loop
+    if loop is not None:
+        return loop.read(functools.partial(plain, iterator))
+    if not _watch.is_told:
+        end_step()
+    return plain(iterator)
 
 
 def _num_rows(batch: Any, depth: int = 0) -> int:
@@ -440,19 +442,14 @@ def _num_rows(batch: Any, depth: int = 0) -> int:
     return 0
 
 
-def _logging(
-    read: Callable[..., tuple[Mapping[str, Any], int | None]],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the hook of a method that logs, from what finds values and step in its arguments."""
+def _logging(read: Callable[..., tuple[Mapping[str, Any], int | None]]) -> _Hook:
+    """The hook of a method that logs, from what finds values and step in its arguments."""
 
-    def make_hook(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def log(self: Any, *args: Any, **kwargs: Any) -> Any:
-            _log(*read(self, *args, **kwargs))
-            return plain(self, *args, **kwargs)
+    def log(plain: _Plain, *args: Any, **kwargs: Any) -> Any:
+        _log(*read(*args, **kwargs))
+        return plain(*args, **kwargs)
 
-        return log
-
-    return make_hook
+    return log
 
 
 def _log(values: Mapping[str, Any], step: int | None) -> None:
@@ -461,14 +458,11 @@ def _log(values: Mapping[str, Any], step: int | None) -> None:
         reporter.log(values, step)
 
 
-def _noting_scaled_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        # What reaches autograd is divided by the steps of accumulation, and scaled for fp16.
-        note_loss(loss)
-        with telling():
-            return plain(self, loss, **kwargs)
-
-    return backward
+def _note_scaled_loss(plain: _Plain, accelerator: Any, loss: Any, **kwargs: Any) -> Any:
+    # What reaches autograd is divided by the steps of accumulation, and scaled for fp16.
+    note_loss(loss)
+    with telling():
+        return plain(accelerator, loss, **kwargs)
 
 
 def _of_lightning_module(
@@ -481,86 +475,72 @@ def _of_lightning_module(
     return {name: value}, trainer.global_step
 
 
-def _logging_evaluation(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def run(self: Any) -> Any:
-        results = plain(self)
-        # One dictionary for each loader.
-        if not self.trainer.sanity_checking:
-            for values in results or ():
-                _log(values, self.trainer.global_step)
-        return results
-
-    return run
+def _log_evaluation(plain: _Plain, loop: Any) -> Any:
+    results = plain(loop)
+    # One dictionary for each loader.
+    if not loop.trainer.sanity_checking:
+        for values in results or ():
+            _log(values, loop.trainer.global_step)
+    return results
 
 
-def _taking_bars(plain: Any) -> Callable[..., None]:
-    def make_bar(self: Any, *args: Any, **kwargs: Any) -> None:
-        reporter = _watch.bar_reporter()
-        is_drawn_elsewhere = bool(kwargs.get("gui"))
-        self._nbaccel_in_panel = (
-            reporter is not None
-            # What this process prints to, and nothing that the user has put there.
-            and any((kwargs.get("file") or sys.stderr) is own for own in _watch.streams)
-            and len(args) < 5  # else the fifth is the file
-            and not is_drawn_elsewhere
-        )
-        if self._nbaccel_in_panel:
-            kwargs["file"] = metrics_reporter.NOWHERE
-        # Since 4.66 it is no function: it reads defaults from the environment.
-        plain.__get__(self)(*args, **kwargs)
-        if reporter is not None and is_drawn_elsewhere and not self.disable:
-            # Before it is displayed: the panel's place is above.
-            reporter.note_bar(self, is_elsewhere=True)
-
-    return make_bar
+def _take_bar(plain: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
+    reporter = _watch.bar_reporter()
+    is_drawn_elsewhere = bool(kwargs.get("gui"))
+    is_in_panel = (
+        reporter is not None
+        # What this process prints to, and nothing that the user has put there.
+        and any((kwargs.get("file") or sys.stderr) is own for own in _watch.streams)
+        and len(args) < 5  # else the fifth is the file
+        and not is_drawn_elsewhere
+    )
+    vars(bar)["nbaccel_in_panel"] = is_in_panel
+    if is_in_panel:
+        kwargs["file"] = metrics_reporter.NOWHERE
+    # Since 4.66 it is no function: it reads defaults from the environment.
+    plain.__get__(bar)(*args, **kwargs)
+    if reporter is not None and is_drawn_elsewhere and not bar.disable:
+        # Before it is displayed: the panel's place is above.
+        reporter.note_bar(bar, is_elsewhere=True)
 
 
-def _telling_of_bars(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def display(self: Any, msg: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not vars(self).get("_nbaccel_in_panel"):
-            return plain(self, msg, *args, **kwargs)
-        # With a text it erases itself, or says that it is one of too many.
-        if msg is None and (reporter := _watch.bar_reporter()):
-            reporter.note_bar(self)
-        return True
-
-    return display
+def _tell_of_bar(plain: _Plain, bar: Any, msg: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    if not vars(bar).get("nbaccel_in_panel"):
+        return plain(bar, msg, *args, **kwargs)
+    # With a text it erases itself, or says that it is one of too many.
+    if msg is None and (reporter := _watch.bar_reporter()):
+        reporter.note_bar(bar)
+    return True
 
 
-def _telling_of_widgets(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def display(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if reporter := _watch.bar_reporter():
-            reporter.note_bar(self, is_elsewhere=True)
-        return plain(self, *args, **kwargs)
-
-    return display
+def _tell_of_widget(plain: _Plain, bar: Any, *args: Any, **kwargs: Any) -> Any:
+    if reporter := _watch.bar_reporter():
+        reporter.note_bar(bar, is_elsewhere=True)
+    return plain(bar, *args, **kwargs)
 
 
-def _telling_of_ends(plain: Callable[[Any], None]) -> Callable[[Any], None]:
-    def close(self: Any) -> None:
-        plain(self)
-        if (reporter := metrics_reporter.current()) is not None:
-            reporter.bars.close(self)
-
-    return close
+def _tell_of_end(plain: _Plain, bar: Any) -> None:
+    plain(bar)
+    if (reporter := metrics_reporter.current()) is not None:
+        reporter.bars.close(bar)
 
 
 _LIGHTNING_LOG = ("LightningModule", "log", _logging(_of_lightning_module))
 # Seen in Lightning 2.0 to 2.6; where it is missing, values of evaluations are not drawn.
-_LIGHTNING_EVALUATION = ("_EvaluationLoop", "run", _logging_evaluation)
-_LIBRARIES: dict[str, tuple[tuple[str, str, Callable[[Any], Any]], ...]] = {
+_LIGHTNING_EVALUATION = ("_EvaluationLoop", "run", _log_evaluation)
+_LIBRARIES: dict[str, tuple[tuple[str, str, _Hook], ...]] = {
     "tqdm.std": (
-        ("tqdm", "__init__", _taking_bars),
-        ("tqdm", "display", _telling_of_bars),
-        ("tqdm", "close", _telling_of_ends),
+        ("tqdm", "__init__", _take_bar),
+        ("tqdm", "display", _tell_of_bar),
+        ("tqdm", "close", _tell_of_end),
     ),
-    "tqdm.notebook": (("tqdm_notebook", "display", _telling_of_widgets),),
+    "tqdm.notebook": (("tqdm_notebook", "display", _tell_of_widget),),
     "transformers.trainer": (
         ("Trainer", "log", _logging(lambda self, logs, *_, **__: (logs, self.state.global_step))),
     ),
     "accelerate.accelerator": (
         ("Accelerator", "log", _logging(lambda _, values, step=None, **__: (values, step))),
-        ("Accelerator", "backward", _noting_scaled_loss),
+        ("Accelerator", "backward", _note_scaled_loss),
     ),
     "lightning.fabric.fabric": (
         ("Fabric", "log_dict", _logging(lambda _, metrics, step=None: (metrics, step))),

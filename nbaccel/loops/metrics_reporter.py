@@ -40,9 +40,7 @@ from nbaccel.plan.contracts.device import Device
 REPORT_INTERVAL_S = 0.5
 _MAX_METRICS = 16  # metrics that are shown; a loop that logs a thousand has a tracker for them
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
-_MAX_NAMED = 8
 _NAME_CHARS = 60
-_MAX_UNREAD = 256
 _RATE = "learning rate"
 _SEEN_WORDS = {
     # That of an evaluation is another one.
@@ -110,8 +108,6 @@ class Reporter:
         if (self._counts_batches and not holds_seen) or not self._optimizer_steps:
             return self._told_steps if self._told_steps is not None else self._batches or None
         return max(self._optimizer_steps.values())
-
-    # ---- what the function says
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Take in what `accelerator.log` was given."""
@@ -194,8 +190,6 @@ class Reporter:
         self._programs = programs
         self._compile_s = seconds
 
-    # ---- what is seen of it
-
     def loss_seen(self, loss: torch.Tensor) -> None:
         """A backward pass begins from this 0-d tensor."""
         if "loss" not in self._logged:
@@ -211,8 +205,6 @@ class Reporter:
                 self._note(_RATE, learning_rate, self.steps or 0)
             self._learning_rate = learning_rate
         self._tell()
-
-    # ---- points
 
     def _note(self, name: str, value: Any, step: float) -> None:
         is_tensor = type(value) is torch.Tensor
@@ -232,21 +224,11 @@ class Reporter:
         if is_tensor and not value.is_cpu:
             # Reading it now would wait for the device.
             self._unread.append((name, step, value.detach()))
-            if len(self._unread) > _MAX_UNREAD:
+            if len(self._unread) > 256:
                 del self._unread[::2]
                 self._num_older //= 2
         else:
             self._new_points[name].add(value.item() if is_tensor else float(value), step)
-
-    def _read_values(self, *, is_last: bool) -> None:
-        """Read what devices have computed: what was there at the last message, or all."""
-        num_read = len(self._unread) if is_last else self._num_older
-        for name, step, value in self._unread[:num_read]:
-            self._new_points[name].add(float(value), step)
-        del self._unread[:num_read]
-        self._num_older = len(self._unread)
-
-    # ---- messages
 
     def _tell_now(self) -> None:
         self._next = 0.0
@@ -281,7 +263,12 @@ class Reporter:
         spent_time.use_account(None)
 
     def _message(self, now: float, *, is_last: bool = False) -> Metrics:
-        self._read_values(is_last=is_last)
+        # Read what devices have computed: what was there at the last message, or all.
+        num_read = len(self._unread) if is_last else self._num_older
+        for name, step, value in self._unread[:num_read]:
+            self._new_points[name].add(float(value), step)
+        del self._unread[:num_read]
+        self._num_older = len(self._unread)
         self._had_group = self._had_group or dist.is_initialized()
         loop = self._loops.latest
         return Metrics(
@@ -312,7 +299,7 @@ class Reporter:
             bars=self.bars.shown(),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
-            left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
+            left_out=tuple(itertools.islice(self._left_out, 8)),
         )
 
 
@@ -354,16 +341,15 @@ def flush() -> None:
 _MOST_LOOPS = 2  # other loops that an epoch may have beside its first one
 _DIGITS = re.compile(r"\d+")
 
-
 _LoopKey = tuple[int, str, "int | None", "str | None"]  # depth, name without numbers, length
 
 
 class EpochCount:
-    """Counts the epochs of one training, by the clock of this process."""
+    """Counts the epochs of one training, or rounds of a bar, by the clock of this process."""
 
-    def __init__(self, total: int, began_at: float, began_steps: int) -> None:
+    def __init__(self, total: float, began_at: float, began_steps: int) -> None:
         self.total = total
-        self.done = 0
+        self.done = 0.0
         self._began_at = self._done_at = began_at
         self._began_steps = self._done_steps = began_steps
 
@@ -376,8 +362,8 @@ class EpochCount:
     def progress(self, current_time: float, steps: int) -> OuterLoop:
         """How far it is."""
         return OuterLoop(
-            total=self.total,
-            done=self.done,
+            total=int(self.total),
+            done=int(self.done),
             done_s=self._done_at - self._began_at,
             round_s=current_time - self._done_at,
             done_steps=self._done_steps - self._began_steps,
@@ -425,7 +411,16 @@ class TrainingLoops:
         source: str | None = None,
     ) -> RunningLoop:
         """A loop begins; one that was only seen is told by what it reads from."""
-        self._note_within(current_time, steps)
+        if self._open:
+            parent = self._open[-1]
+            was_plain = not parent.had_loops and not parent.holds_loops
+            if parent.batches and parent.total_batches and was_plain:
+                # Rounds without others were before: batches, or epochs that are skipped when a
+                # training goes on. The next round tells.
+                rounds_left = parent.total_batches - parent.batches
+                parent.epochs = EpochCount(rounds_left, current_time, steps)
+            parent.had_loops = True
+            parent.holds_loops = parent.holds_loops or not parent.batches
         around = self._epochs_around()
         # By its place and length, not by the loader, of which there may be a new one for each
         # epoch; `epoch 1` and `epoch 2` are the same loop.
@@ -452,24 +447,12 @@ class TrainingLoops:
         self.latest = loop
         return loop
 
-    def _note_within(self, current_time: float, steps: int) -> None:
-        if not self._open:
-            return
-        parent = self._open[-1]
-        if parent.batches and parent.total_batches and not (parent.had_loops or parent.holds_loops):
-            # Rounds without others were before: batches, or epochs that are skipped when a training
-            # goes on. The next round tells.
-            parent.epochs = EpochCount(parent.total_batches - parent.batches, current_time, steps)
-        parent.had_loops = True
-        parent.holds_loops = parent.holds_loops or not parent.batches
-
     def _epochs_around(self) -> EpochCount | None:
         """Those of the innermost loop over epochs of known number; of folds, those of one."""
         holding = (loop.epochs for loop in reversed(self._open) if loop.holds_loops)
         return next((epochs for epochs in holding if epochs is not None), None)
 
     def _count_given(self, key: _LoopKey, epochs: int, current_time: float, steps: int) -> None:
-        """Count the epochs of a loop of which it was said how many there are."""
         self._since_given += 1
         is_resumed = self._begun[key] == 2 and self._given_key and self._begun[self._given_key] == 1
         if is_resumed and self._around is not None:
@@ -555,12 +538,7 @@ _MOST_KEPT = 16  # a function may leave any number of bars without closing them
 @dataclass(kw_only=True, slots=True, eq=False)
 class _KnownBar:
     bar: ProgressBar
-    rounds: float
-    total: float | None
-    began_steps: int
-    moved_at: float  # when its number was another one, and what the training had come to then
-    moved_s: float = 0.0
-    moved_steps: int = 0
+    count: EpochCount  # of its rounds
     is_closed: bool = False
 
 
@@ -578,24 +556,15 @@ class ProgressBars:
         if known is None or known.is_closed:
             # A loop that is through is of no interest once another one has begun.
             self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
-            known = _KnownBar(
-                bar=found,
-                rounds=tqdm_bar.n,
-                total=tqdm_bar.total,
-                began_steps=steps,
-                moved_at=now,
-                moved_steps=steps,
-            )
+            known = _KnownBar(bar=found, count=EpochCount(0, now - found.elapsed_s, steps))
             self._bars[id(tqdm_bar)] = known
             for oldest in list(self._bars)[:-_MOST_KEPT]:
                 del self._bars[oldest]
-        elif known.rounds != tqdm_bar.n:
-            known.moved_at = now
-            known.moved_s = found.elapsed_s
-            known.moved_steps = steps
+        elif known.count.done != tqdm_bar.n:
+            known.count.note_done(now, steps)
         known.bar = found
-        known.rounds = tqdm_bar.n
-        known.total = tqdm_bar.total
+        known.count.done = tqdm_bar.n
+        known.count.total = tqdm_bar.total or 0
         return is_new
 
     def close(self, tqdm_bar: Any) -> None:
@@ -611,26 +580,15 @@ class ProgressBars:
     def around(self, loop: RunningLoop, now: float, steps: int) -> OuterLoop | None:
         """How far the loop is whose bar is around the loop over batches; None without one."""
         outer = next(iter(self._bars.values()), None)
-        if outer is None or not outer.total or not _is_around(outer, loop, len(self._bars)):
+        if outer is None or not outer.count.total:
             return None
-        return OuterLoop(
-            total=int(outer.total),
-            done=int(outer.rounds),
-            done_s=outer.moved_s,
-            round_s=now - outer.moved_at,
-            done_steps=outer.moved_steps - outer.began_steps,
-            round_steps=steps - outer.moved_steps,
-        )
-
-
-def _is_around(outer: _KnownBar, loop: RunningLoop, num_bars: int) -> bool:
-    """Whether it is the bar of a loop around another one, and not one that was left half done."""
-    if loop.is_seen and outer.total == loop.total_batches:
-        return False  # it is the bar of that loop
-    if loop.epoch:
-        # An epoch's loop may be over before the bar around it moves.
-        return loop.epoch - 1 <= outer.rounds <= loop.epoch
-    return num_bars > 1
+        if loop.is_seen and outer.count.total == loop.total_batches:
+            return None  # it is the bar of that loop
+        # An epoch's loop may be over before the bar around it moves; others were left half done.
+        is_around = len(self._bars) > 1
+        if loop.epoch:
+            is_around = loop.epoch - 1 <= outer.count.done <= loop.epoch
+        return outer.count.progress(now, steps) if is_around else None
 
 
 def _numbers_of(tqdm_bar: Any, *, is_elsewhere: bool) -> ProgressBar:

@@ -20,8 +20,6 @@ from typing import Any
 from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun, number_ranges
 
-_RENDER_METHOD = "_render_traceback_"
-
 
 def show_message(message: Any) -> None:
     """Show or clear output as a worker requested."""
@@ -61,7 +59,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
     if shell is None or any(
-        not hasattr(custom_class, _RENDER_METHOD) for custom_class in shell.custom_exceptions
+        not hasattr(custom_class, "_render_traceback_") for custom_class in shell.custom_exceptions
     ):
         return
 
@@ -91,8 +89,12 @@ def request_header(name: str) -> str:
 
 def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
     """Show what the ranks' cells ended with: `{"data": ..., "metadata": ...}` each."""
+    groups: dict[str, tuple[list[int], Mapping[str, Any]]] = {}
+    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
+        if bundle and bundle["data"]:
+            groups.setdefault(repr(bundle), ([], bundle))[0].append(rank)
     lines: list[str] = []
-    for ranks, bundle in _equal_groups(results):
+    for ranks, bundle in groups.values():
         if len(ranks) == len(results):
             publish_display(bundle)
             return
@@ -106,22 +108,6 @@ def show_results(results: Mapping[int, Mapping[str, Any] | None]) -> None:
         lines = []
     if lines:
         _show_lines(lines)
-
-
-def _equal_groups(
-    results: Mapping[int, Mapping[str, Any] | None],
-) -> list[tuple[list[int], Mapping[str, Any]]]:
-    """Ranks with the same bundle, by their lowest; ranks without one are left out."""
-    groups: list[tuple[list[int], Mapping[str, Any]]] = []
-    for rank, bundle in sorted(results.items(), key=lambda result: result[0]):
-        if bundle and bundle["data"]:
-            # Compared one by one: bundles are dicts, which cannot be keys.
-            twins = next((ranks for ranks, other in groups if other == bundle), None)
-            if twins is None:
-                groups.append(([rank], bundle))
-            else:
-                twins.append(rank)
-    return groups
 
 
 def _show_lines(lines: list[str]) -> None:

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -51,43 +51,30 @@ from nbaccel.base.units import (
 )
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
-from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
-from nbaccel.output.panel.facts import RankFacts, RunBoard, SeenLine, loss_first, mean, steps_in_all
-from nbaccel.output.panel.live_html import (
-    PANEL_STYLE,
-    SUMMARY_STYLE,
-    advice_html,
-    html_table,
-    lines_block,
-    printed_html,
-    quiet,
-    rank_times_html,
-    titled,
+from nbaccel.output.panel import live_html
+from nbaccel.output.panel.curves import (
+    ChartLine,
+    chart_of,
+    mean_points,
+    metric_chart,
+    plain_text,
+    sparkline,
 )
-from nbaccel.output.panel.rank_times import (
+from nbaccel.output.panel.facts import (
     TIME_KINDS,
+    RankFacts,
     RankTimes,
+    RunBoard,
+    SeenLine,
     SlowestRank,
+    loss_first,
+    mean,
     percent_of,
     slowest_sentence,
     starting_sentence,
-)
-from nbaccel.output.panel.words import (
-    LABEL_CHARS,
-    advice_of,
-    compile_words,
-    filled_columns,
-    left_out_sentence,
-    plain_text,
-    progress_of,
-    rate_text,
-    step_words,
+    steps_in_all,
 )
 from nbaccel.plan import Plan
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 FORMAT_NAME = "nbaccel.report"
 FORMAT_VERSION = 1
@@ -179,7 +166,7 @@ def facts_of(board: RunBoard, plan: Plan) -> RunFacts:
         ranks=tuple(
             _figures_of(facts, times.get(rank), board.now) for rank, facts in board.ranks.items()
         ),
-        advice=tuple(advice_of(board)),
+        advice=tuple(live_html.advice_of(board)),
         slowest=board.times.slowest(),
         curves={name: board.curves(name) for name in board.metric_names()},
         marks=tuple(board.marks),
@@ -192,7 +179,7 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
     return RankFigures(
         rank=facts.rank,
         state=facts.told.phase or facts.state,
-        progress=" · ".join(filter(None, (loop.words for loop in progress_of(facts)))),
+        progress=" · ".join(filter(None, (loop.words for loop in live_html.progress_of(facts)))),
         steps=facts.told.steps,
         steps_in_all=steps_in_all(facts, now),
         steps_per_s=facts.pace.overall,
@@ -200,7 +187,7 @@ def _figures_of(facts: RankFacts, times: RankTimes | None, now: float) -> RankFi
         samples_per_s=facts.samples_pace.overall if facts.told.samples else None,
         peak_host_bytes=facts.memory.peak_rss or None,
         peak_device_bytes=facts.memory.peak_device,
-        compiled=compile_words(facts),
+        compiled=live_html.compile_words(facts),
         times=times,
     )
 
@@ -237,7 +224,7 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
         if has_memory
         else "Memory is looked at once a second, and the run had ended before."
     )
-    if sentence := left_out_sentence(board):
+    if sentence := live_html.left_out_sentence(board):
         yield f"{sentence}."
     if board.warnings.num_left_out:
         yield f"{board.warnings.num_left_out:,} more warnings with other texts were not kept."
@@ -284,12 +271,14 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
         is_cut = facts.ending and leading.steps_in_all != leading.steps
         in_all = leading.steps_in_all if is_cut else None
         rate = leading.steps_per_s
-        parts += step_words(leading.steps, in_all, rate, facts.samples_per_s, leading.compiled)
+        parts += live_html.step_words(
+            leading.steps, in_all, rate, facts.samples_per_s, leading.compiled
+        )
     if names := facts.metric_names:
         curves = [*facts.curves[names[0]].values()]
         loss = format_number(mean(points[-1][1] for points in curves))
         curve = f" {sparkline([y for _, y in curves[0]])}" if with_curve else ""
-        parts.append(f"{plain_text(names[0], LABEL_CHARS)} {loss}{curve}")
+        parts.append(f"{plain_text(names[0], live_html.LABEL_CHARS)} {loss}{curve}")
     if facts.slowest is not None:
         share = facts.slowest.waited_share * 100
         parts.append(f"{share:.0f} % waited for rank {facts.slowest.rank}")
@@ -307,7 +296,7 @@ def most_bytes(facts: RunFacts, name: str) -> str:
 
 def title_of(facts: RunFacts) -> str:
     """What was run."""
-    name = plain_text(facts.title, LABEL_CHARS) or "Run"
+    name = plain_text(facts.title, live_html.LABEL_CHARS) or "Run"
     return f"{name} on {count_noun(facts.plan.num_processes, 'worker')}"
 
 
@@ -322,10 +311,15 @@ def _sections(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> Itera
     yield _time_section(facts)
     yield _curve_section(facts, names, as_image=as_image)
     if rows := _figure_rows(facts):
-        yield _Section("Steps and memory", indented(rows), html_table(rows))
-    yield _list_section("Warnings", _warning_lines(facts))
+        yield _Section("Steps and memory", indented(rows), live_html.html_table(rows))
+    has_ranks = len(facts.ranks) > 1
+    warnings = []
+    for seen in facts.warnings:
+        ranks = f", rank {number_ranges(seen.ranks)}" if has_ranks else ""
+        warnings.append(f"{seen.text} ({count_noun(seen.count, 'time')}{ranks})")
+    yield _list_section("Warnings", warnings)
     plan = [f"  {line}".rstrip() for line in facts.plan.text.split("\n")]
-    yield _Section("Plan", plan, lines_block(facts.plan.text, scrolls=False))
+    yield _Section("Plan", plan, live_html.lines_block(facts.plan.text, scrolls=False))
     yield _list_section("How it was measured", facts.notes)
 
 
@@ -339,7 +333,7 @@ def _time_section(facts: RunFacts) -> _Section:
     ranks = facts.timed_ranks
     if not ranks:
         words = "No loop over batches was seen."
-        return _Section("Time by rank", [f"  {words}"], f"<div>{quiet(words)}</div>")
+        return _Section("Time by rank", [f"  {words}"], f"<div>{live_html.quiet(words)}</div>")
     slowest = slowest_sentence(facts.slowest, ranks) if len(ranks) > 1 else ""
     left_out = starting_sentence(ranks)
     rows = [["rank", *TIME_KINDS, "together"]]
@@ -352,8 +346,8 @@ def _time_section(facts: RunFacts) -> _Section:
     return _Section(
         "Time by rank",
         [*indented(rows), *(f"  {words}" for words in (slowest, left_out) if words)],
-        f"<div>{html.escape(slowest)}</div>{rank_times_html(ranks)}{html_table(rows)}"
-        + (f"<div>{quiet(left_out)}</div>" if left_out else ""),
+        f"<div>{html.escape(slowest)}</div>{live_html.rank_times_html(ranks)}{live_html.html_table(rows)}"
+        + (f"<div>{live_html.quiet(left_out)}</div>" if left_out else ""),
     )
 
 
@@ -363,13 +357,15 @@ def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> 
         points = next(iter(facts.curves[name].values()))
         rows.append([name, sparkline([y for _, y in points]), from_to(points)])
     charts = "".join(_chart(facts, name, as_image=as_image) for name in names[:_MOST_CHARTS])
-    more = f"<div>{quiet(', '.join(names[_MOST_CHARTS:]))}</div>"
+    more = f"<div>{live_html.quiet(', '.join(names[_MOST_CHARTS:]))}</div>"
     drawn = f'<div style="{_CHARTS_STYLE}">{charts}</div>{more}' if charts else ""
     return _Section("Curves", indented(rows), drawn)
 
 
 def _chart(facts: RunFacts, name: str, *, as_image: bool) -> str:
-    return titled(name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image))
+    return live_html.titled(
+        name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image)
+    )
 
 
 def from_to(points: Sequence[tuple[float, float]] | None) -> str:
@@ -381,9 +377,9 @@ _FIGURE_COLUMNS: dict[str, Callable[[RankFigures], str]] = {
     "state": lambda figures: figures.state,
     "progress": lambda figures: figures.progress,
     "steps": lambda figures: f"{figures.steps:,}" if figures.steps else "",
-    "steps/s": lambda figures: rate_text(figures.steps_per_s),
+    "steps/s": lambda figures: live_html.rate_text(figures.steps_per_s),
     "samples": lambda figures: f"{figures.samples:,}" if figures.samples else "",
-    "samples/s": lambda figures: rate_text(figures.samples_per_s),
+    "samples/s": lambda figures: live_html.rate_text(figures.samples_per_s),
     "most host memory": lambda figures: _size(figures.peak_host_bytes),
     "most device memory": lambda figures: _size(figures.peak_device_bytes),
 }
@@ -394,24 +390,14 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _figure_rows(facts: RunFacts) -> list[list[str]]:
-    """What each rank has done and needed; columns without any value are left out."""
     columns = {"rank": [str(figures.rank) for figures in facts.ranks]}
     for name, text_of in _FIGURE_COLUMNS.items():
-        columns[name] = [plain_text(text_of(one), 2 * LABEL_CHARS) for one in facts.ranks]
+        columns[name] = [plain_text(text_of(one), 2 * live_html.LABEL_CHARS) for one in facts.ranks]
     for name in facts.metric_names[:1]:
         cells = [from_to(facts.curves[name].get(figures.rank)) for figures in facts.ranks]
-        columns[plain_text(name, LABEL_CHARS)] = cells
-    rows = filled_columns(columns, "rank")
+        columns[plain_text(name, live_html.LABEL_CHARS)] = cells
+    rows = live_html.filled_columns(columns, "rank")
     return rows if len(rows[0]) > 1 else []
-
-
-def _warning_lines(facts: RunFacts) -> list[str]:
-    has_ranks = len(facts.ranks) > 1
-    return [
-        f"{seen.text} ({count_noun(seen.count, 'time')}"
-        + (f", rank {number_ranges(seen.ranks)})" if has_ranks else ")")
-        for seen in facts.warnings
-    ]
 
 
 def indented(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -434,9 +420,9 @@ def _part_html(facts: RunFacts, above: str, names: Sequence[str], *, as_image: b
 def report_document(facts: RunFacts) -> str:
     """A whole HTML file that needs nothing beside it."""
     title = html.escape(title_of(facts))
-    advice = advice_html(facts.advice)
+    advice = live_html.advice_html(facts.advice)
     began = facts.began.replace("T", " ").replace("+00:00", " UTC")
-    origin = quiet(f"Began {began} · nbaccel {facts.nbaccel_version}")
+    origin = live_html.quiet(f"Began {began} · nbaccel {facts.nbaccel_version}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -453,12 +439,13 @@ def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False)
     headline = f"{_SIGNS[facts.ending]} <b>{count_noun(len(facts.ranks), 'rank')}</b> · {words}"
     names = facts.metric_names
     in_sight = [] if folds_chart else names[:1]
-    report = _part_html(facts, "", names[len(in_sight) :]) + printed_html(board)
+    report = _part_html(facts, "", names[len(in_sight) :]) + live_html.printed_html(board)
     charts = "".join(_chart(facts, name, as_image=True) for name in in_sight)
     return (
-        f'<div style="{PANEL_STYLE}"><details><summary style="{SUMMARY_STYLE}">{headline}</summary>'
+        f'<div style="{live_html.PANEL_STYLE}"><details>'
+        f'<summary style="{live_html.SUMMARY_STYLE}">{headline}</summary>'
         # In sight, and not only in the report.
-        f"{report}</details>{advice_html(facts.advice)}{charts}</div>"
+        f"{report}</details>{live_html.advice_html(facts.advice)}{charts}</div>"
     )
 
 
@@ -511,7 +498,7 @@ class RunReport:
         return plain
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Self:
+    def from_dict(cls, document: Mapping[str, Any]) -> RunReport:
         """The report of what `to_dict` gave, as from a saved file."""
         kind = (document.get("format"), document.get("version"))
         if kind != (FORMAT_NAME, FORMAT_VERSION):
@@ -559,9 +546,12 @@ class RunReport:
 
     def _repr_html_(self) -> str:
         facts = self.facts
-        title, parts = html.escape(title_of(facts)), quiet(" · ".join(_finished_parts(facts)))
+        title, parts = (
+            html.escape(title_of(facts)),
+            live_html.quiet(" · ".join(_finished_parts(facts))),
+        )
         headline = f"<div><b>{title}</b> {parts}</div>"
-        return _part_html(facts, headline + advice_html(facts.advice), facts.metric_names)
+        return _part_html(facts, headline + live_html.advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:
         lines = [f"{title_of(self.facts)} · {' · '.join(_finished_parts(self.facts))}"]
@@ -654,11 +644,11 @@ class RunComparison:
                 if points
             ]
             if len(lines) > 1:
-                charts += titled(name, chart_of(lines, name, as_image=True))
+                charts += live_html.titled(name, chart_of(lines, name, as_image=True))
         return charts
 
     def _repr_html_(self) -> str:
-        return f"<div>{html_table(self._rows())}{self._charts()}</div>"
+        return f"<div>{live_html.html_table(self._rows())}{self._charts()}</div>"
 
     def __str__(self) -> str:
         return "\n".join(indented(self._rows()))
@@ -667,7 +657,6 @@ class RunComparison:
 
 
 def _share(kind: str, facts: RunFacts) -> str:
-    """The share of time that ranks have spent so, in the mean."""
     total_s = sum(times.steady_s for times in facts.timed_ranks.values())
     spent_s = sum(times.parts[kind] for times in facts.timed_ranks.values())
     return percent_of(spent_s, total_s) if total_s else ""
@@ -683,9 +672,9 @@ _ROWS: dict[str, Callable[[RunFacts], str]] = {
         f"{steps:,}" if (steps := max((one.steps or 0 for one in facts.ranks), default=0)) else ""
     ),
     "steps/s": lambda facts: next(
-        filter(None, (rate_text(one.steps_per_s) for one in facts.ranks)), ""
+        filter(None, (live_html.rate_text(one.steps_per_s) for one in facts.ranks)), ""
     ),
-    "samples/s": lambda facts: rate_text(facts.samples_per_s),
+    "samples/s": lambda facts: live_html.rate_text(facts.samples_per_s),
     **{kind: functools.partial(_share, kind) for kind in TIME_KINDS},
     "most host memory": lambda facts: most_bytes(facts, "peak_host_bytes"),
     "most device memory": lambda facts: most_bytes(facts, "peak_device_bytes"),

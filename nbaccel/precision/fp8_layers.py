@@ -59,9 +59,10 @@ def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelect
     ends = (*layers,)[:1] + (*layers,)[-1:] if skip_first_and_last else ()
     left: dict[str, str] = {}
     for name, layer in layers.items():
-        odd_size = _odd_size(layer)
-        if odd_size:
-            left[name] = odd_size
+        sizes = {"inputs": layer.in_features, "outputs": layer.out_features}
+        odd = next((what for what, size in sizes.items() if size % MULTIPLE), None)
+        if odd is not None:  # a GPU cannot multiply it in 8 bits
+            left[name] = f"{sizes[odd]} {odd} are not divisible by {MULTIPLE}"
         elif name in ends:
             left[name] = "the first layer" if name == ends[0] else "the last layer"
     chosen = {name: layer for name, layer in layers.items() if name not in left}
@@ -80,14 +81,6 @@ def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[to
     for layer in selection.chosen.values():
         if layer.weight.requires_grad and id(layer.weight) not in shared:
             yield layer.weight
-
-
-def _odd_size(layer: nn.Linear) -> str:
-    """What of its shape a GPU cannot multiply in 8 bits; empty where it can."""
-    for size, what in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
-        if size % MULTIPLE:
-            return f"{size} {what} are not divisible by {MULTIPLE}"
-    return ""
 
 
 def follow_parameters(
@@ -224,11 +217,9 @@ class Fp8Precision(Bf16):
         self._restore(model)
 
     def _restore(self, model: nn.Module) -> None:
-        """Give a model the layers back that it had."""
         restore_layers(model)
 
     def _tell(self, model: nn.Module, selection: LayerSelection) -> None:
-        """Say on process 0, and in the plan, which layers compute in 8 bits."""
         what = self.describe()
         described = selection.describe()
         self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)

@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,9 +29,6 @@ from nbaccel.base.errors import UserMistake
 from nbaccel.base.trees import leaves, map_leaves
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.plan.contracts.training import Precision, PrecisionSettings
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -142,7 +139,7 @@ class _AutocastPrecision(Precision):
         self._settings = autocast
 
     @classmethod
-    def build(cls, settings: PrecisionSettings) -> Self:
+    def build(cls, settings: PrecisionSettings) -> _AutocastPrecision:
         return cls(settings.device, settings.autocast, settings.scaler)
 
     def wrap_forward(self, model: nn.Module) -> None:
@@ -244,7 +241,6 @@ def _leaf_as_float32(leaf: Any) -> Any:
 
 
 def _set_fields(leaf: Any) -> list[str]:
-    """The fields of a dataclass; none of anything else."""
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return []
     # A field with init=False and without a default need not exist.

@@ -200,7 +200,6 @@ class MsAmpFp8(NativeFp8):
         return scaled_optimizer
 
     def _by_package(self, bundle: Bundle) -> Bundle:
-        """Let the package `msamp` do all of it."""
         if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
             raise ConfigError(
                 f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +23,6 @@ from nbaccel.base.optional_packages import require
 from nbaccel.config.fp8 import AORecipeKwargs
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, follow_parameters, put_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _RECIPES = {"current": "tensorwise", "rowwise": "rowwise"}
 

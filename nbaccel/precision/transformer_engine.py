@@ -99,17 +99,14 @@ class TransformerEngineForward:
         self._was_on_instance = "forward" in self._model.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._autocast(enabled=self._in_evaluation or self._model.training):
-            return self.forward(*args, **kwargs)
-
-    def _autocast(self, *, enabled: bool) -> Any:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        # Before version 2.8 it has another name, and its arguments have.
-        if hasattr(self._library, "autocast"):
-            return self._library.autocast(
-                enabled=enabled, recipe=self._recipe, amax_reduction_group=group
-            )
-        return self._library.fp8_autocast(enabled=enabled, fp8_recipe=self._recipe, fp8_group=group)
+        settings = {"recipe": self._recipe, "amax_reduction_group": group}
+        autocast = getattr(self._library, "autocast", None)
+        if autocast is None:  # before version 2.8
+            settings = {"fp8_recipe": self._recipe, "fp8_group": group}
+            autocast = self._library.fp8_autocast
+        with autocast(enabled=self._in_evaluation or self._model.training, **settings):
+            return self.forward(*args, **kwargs)
 
     def take_off(self, model: nn.Module) -> None:
         """Give the model the forward back that it had."""

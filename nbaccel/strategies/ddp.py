@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
-from nbaccel.plan.contracts.training import Bundle, Place, Strategy
+from nbaccel.plan.contracts.training import Bundle, Place, Precision, Strategy, TrainingRequest
 from nbaccel.precision.fp8.gradient_exchange import fp8_compress_hook
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from nbaccel.plan.contracts.training import Precision, TrainingRequest
 
 _Hook = Callable[[Any, Any], Any]
 _Kind = DDPCommunicationHookType
@@ -64,7 +59,7 @@ class DdpStrategy(Strategy):
     @classmethod
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
-    ) -> Self:
+    ) -> DdpStrategy:
         return cls(place, settings, precision)
 
     def wrap(self, bundle: Bundle) -> Bundle:
@@ -158,7 +153,7 @@ class DdpStrategy(Strategy):
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}, "
                 f"comm_wrapper={wrapper.value!r}) does not work with the "
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
-                "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
+                "Give 'fp16', or leave it out."
             ) from error
 
 
@@ -168,15 +163,13 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
     mistakes = []
     if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
-            "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
-            f"{wrapper.value!r} as comm_hook."
+            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) is no cast, which "
+            f"alone can wrap. Give 'fp16' or 'bf16', and {wrapper.value!r} as comm_hook."
         )
     if settings.comm_state_option and kind not in _WITH_STATE:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
-            f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
-            "it out, or give comm_hook='power_sgd'."
+            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) is "
+            f"for PowerSGD alone, not for comm_hook={kind.value!r}. Leave it out."
         )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -184,9 +177,8 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
         first_step = settings.comm_state_option.get("start_powerSGD_iter", 1000)
         warnings.warn(
             f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
-            f"first compressed step, number {first_step}: torch {torch.__version__} passes "
-            "two-dimensional matrices to a function that takes only batches of them. Give "
-            "'power_sgd', which compresses better.",
+            f"first compressed step, number {first_step}, by a fault of torch {torch.__version__}. "
+            "Give 'power_sgd', which compresses better.",
             stacklevel=2,
         )
 

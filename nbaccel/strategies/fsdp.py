@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,15 +46,17 @@ from nbaccel.base import mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.trees import names_by_tensor
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
-from nbaccel.plan.contracts.training import Bundle, Place, Precision, SaidBySettings, Strategy
+from nbaccel.plan.contracts.training import (
+    Bundle,
+    Place,
+    Precision,
+    SaidBySettings,
+    Strategy,
+    TrainingRequest,
+)
 from nbaccel.strategies import optimizer_shards
 from nbaccel.strategies.model_blocks import choose_modules, ignored_parameters
 from nbaccel.strategies.sharded_checkpoints import OwnPartCheckpoints
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from nbaccel.plan.contracts.training import TrainingRequest
 
 # By exact type: a subclass such as a DTensor may have no memory of its own.
 _WITH_ADDRESS = (torch.Tensor, nn.Parameter)
@@ -93,21 +95,18 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
     @classmethod
     def build(
         cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
-    ) -> Self:
+    ) -> FsdpStrategy:
         if place.device.type == "xla":
             raise ConfigError(
-                f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
-                "shards tensors, and torch_xla has none for it. Launch with "
-                'RunConfig(device="tpu", strategy="spmd"), which shards weights by XLA, or use '
-                "torch_tpu."
+                f"{settings!r} was given on {place.device}: torch_xla has no process group for "
+                'fully_shard. Launch with RunConfig(device="tpu", strategy="spmd"), which shards '
+                "weights by XLA, or use torch_tpu."
             )
         return cls(place, settings, precision)
 
     @classmethod
     def said_by(cls, settings: FullyShardedDataParallelPlugin) -> SaidBySettings:
         return SaidBySettings(writes_shards=settings.writes_shards)
-
-    # ---------------------------------------------------------------- preparing
 
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective."""
@@ -157,7 +156,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
             dist.broadcast(tensor.detach(), 0)
 
     def _starts_equal(self, old_spans: Iterable[tuple[int, int] | None]) -> bool:
-        """Whether all processes see the same bytes of the same files; a collective."""
         own_places = mapped_files.same_bytes(span for span in old_spans if span != (0, 0))
         all_places: list[Any] = [None] * self.place.world_size
         # Never equal on two nodes, whose files may differ: then process 0 sends.
@@ -181,8 +179,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
                 )
             arguments["ignored_params"] = set(ignored_set)
         return arguments
-
-    # ---------------------------------------------------------------- training
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; whole gradients are kept meanwhile, which takes memory."""
@@ -231,8 +227,6 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
             self._syncs[model] = synced_before
             model.set_requires_gradient_sync(synced_before)
 
-    # ---------------------------------------------------------------- keeping
-
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -273,7 +267,6 @@ def _span_of(parameter: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
-    """Let go of what was read of weights that have become shards."""
     for span in spans:
         if span is not None and span[1]:
             # A parameter may share its memory with another that is not sharded.
@@ -305,9 +298,8 @@ def _policy_dtype(dtype: Any) -> Any:
     name = dtype.removeprefix("torch.")
     if name not in _DTYPES_BY_NAME:
         raise ConfigError(
-            f"mixed_precision_policy names {dtype!r}, which is no format that layers "
-            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
-            "torch.distributed.fsdp.MixedPrecisionPolicy."
+            f"mixed_precision_policy names {dtype!r}. Give one of {', '.join(_DTYPES_BY_NAME)}, or "
+            "a torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
 
@@ -323,9 +315,9 @@ def _refuse_what_fails(place: Place) -> None:
     if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
         raise PlatformUnsupported(
             f"fsdp_plugin was given where {place.world_size} processes talk by gloo about tensors "
-            f"on {place.device} (workers that share a GPU do): the process would be killed by "
-            "torch when shards are put together. Launch at most one process per GPU, with NCCL, "
-            "or leave fsdp_plugin out: a GPU that is shared has no more memory by sharding."
+            f"on {place.device} (workers that share a GPU do): torch would kill the process. "
+            "Launch at most one process per GPU, with NCCL, or leave fsdp_plugin out: a GPU that "
+            "is shared has no more memory by sharding."
         )
 
 
@@ -333,10 +325,9 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
-                f"{type(model).__name__}.{name} is on the meta device: it has no values "
-                "to shard. Load the weights first: load_checkpoint_in_model(model, path) maps "
-                "them, and each process reads its own shard. (Workers share one copy of a model "
-                "that is passed to the launch.)"
+                f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
+                "Load the weights first: load_checkpoint_in_model(model, path) maps them, and each "
+                "process reads its own shard."
             )
 
 

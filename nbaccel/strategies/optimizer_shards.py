@@ -48,10 +48,9 @@ def _shard_state(
         return value
     if value.shape != old_parameter.shape:
         raise ConfigError(
-            f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for "
-            f"a parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of it "
-            "belongs to which shard. Call prepare before the first step, or load its state after "
-            "prepare."
+            f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a parameter "
+            f"of shape {tuple(old_parameter.shape)}: it is unknown which part of it belongs to "
+            "which shard. Call prepare before the first step, or load its state after prepare."
         )
     return place_like(value, new_parameter)
 
@@ -106,7 +105,6 @@ def gather_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any
 def _map_state(
     optimizer_state: Mapping[str, Any], change: Callable[[Any, str, Any], Any]
 ) -> dict[str, Any]:
-    """The state dict with each value changed: by the parameter's number, its name and itself."""
     changed = {
         number: {name: change(number, name, value) for name, value in parameter_state.items()}
         for number, parameter_state in optimizer_state["state"].items()
@@ -132,8 +130,8 @@ def scatter_optimizer_state(
     # Compared with what process 0 sent, so all processes raise or none does.
     if num_saved != len(parameters):
         raise ConfigError(
-            f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}: "
-            "state would go to the wrong ones. Build the optimizer as when it was saved."
+            f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}. "
+            "Build the optimizer as when it was saved."
         )
 
     def placed(number: Any, name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.trees import average
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Bundle, Place, Strategy
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class ReplicasStrategy(Strategy):
@@ -41,7 +38,7 @@ class ReplicasStrategy(Strategy):
         self._has_new_gradients = False
 
     def before_placement(self, models: Iterable[nn.Module]) -> None:
-        """See :class:`Strategy`; later each tensor that is compared would be copied back."""
+        # Later each tensor that is compared would be copied back.
         for model in models:
             if model not in self._equal_models:
                 self._equal_models.add(model)
@@ -98,7 +95,7 @@ class ReplicasStrategy(Strategy):
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         self._has_new_gradients = True
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.average_gradients()
 
 
@@ -112,9 +109,9 @@ def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
             f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
         )
         raise CollectiveMismatch(
-            f"The processes have gradients of different parameters ({by_process} of them): they "
-            "cannot be averaged. Let every process use the same parts of the model in each step, "
-            "or add 0 * parameter.sum() of the unused ones to the loss."
+            f"The processes have gradients of different parameters ({by_process} of them), and "
+            "cannot be averaged. Let all use the same parts of the model in each step, or add 0 * "
+            "parameter.sum() of the unused ones to the loss."
         )
 
 

@@ -62,24 +62,16 @@ from nbaccel.strategies import optimizer_shards
 
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
-_METADATA_FILE = ".metadata"
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# What describes a checkpoint, by its module.
 _DESCRIPTIONS = {
-    *(
-        (_METADATA_MODULE, class_name)
-        for class_name in (
-            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-            *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-        )
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *(
-        (module_name, class_name)
-        # Python 3.13 pickles paths under a module of its own.
-        for module_name in ("pathlib", "pathlib._local")
-        for class_name in ("PosixPath", "WindowsPath", "PurePosixPath")
-    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    # Python 3.13 pickles paths under a module of its own.
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath", "PurePosixPath")),
 }
 _CONTAINERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
@@ -122,7 +114,7 @@ class _NoteUnpickler(pickle.Unpickler):
             return found
         if (module, name) in _CONTAINERS:
             return _CONTAINERS[module, name]
-        if (module, name) not in _DESCRIPTIONS:
+        if name not in _DESCRIPTIONS.get(module, ()):
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
         if name not in self._note_classes:
             self._note_classes[name] = type(name, (_Note,), {})
@@ -208,11 +200,11 @@ def _size(numbers: Any) -> torch.Size:
 
 def read_metadata(folder: Path) -> Metadata:
     """Read a checkpoint's metadata without running code."""
-    metadata_path = folder / _METADATA_FILE
+    metadata_path = folder / ".metadata"
     if not metadata_path.is_file():
         raise CheckpointDamaged(
-            f"{metadata_path} is missing, which says where the shards are. The save was "
-            f"interrupted, or not all was copied (its name begins with a dot). {SHARDS_REMEDY}"
+            f"{metadata_path} is missing, which says where the shards are. Not all was copied "
+            f"(its name begins with a dot), or saved. {SHARDS_REMEDY}"
         )
     try:
         return _NoteUnpickler(metadata_path.read_bytes()).load_metadata()
@@ -368,8 +360,8 @@ class OwnPartCheckpoints:
         # Up to 2.6, DCP works only in groups with process 0. The method is as old as the mending.
         if not hasattr(torch.cpu.Stream, "record_event"):
             raise PlatformUnsupported(
-                "save_state in shards on hosts that do not share a disk needs torch 2.7 or newer: "
-                f"this is {torch.__version__}. Update torch, give a folder that all hosts see, or "
+                f"save_state in shards without a shared disk needs torch 2.7: this is "
+                f"{torch.__version__}. Update it, give a folder that all hosts see, or "
                 "state_dict_type='FULL_STATE_DICT'."
             )
         # Made by all processes in the same order, also by those that are not in them.
@@ -475,7 +467,6 @@ class _PartPlanner(DefaultSavePlanner):
 
 
 def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
-    """The model's tensors, sharded as they are, without some of them."""
     # torch's function gives names without the prefixes of wrappers.
     return {
         name: value for name, value in get_model_state_dict(model).items() if name not in left_out
@@ -497,9 +488,9 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
         if num_found[key] != shard.numel():
             raise ConfigError(
                 f"{folder} has {num_found[key]} of the {shard.numel()} elements of "
-                f"{key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: "
-                "the other shards are on other hosts' disks. Nothing has been loaded. Shard the "
-                "model over the same processes as when it was saved, or load another checkpoint."
+                f"{key.removeprefix(_MODEL_PREFIX)} that process {dist.get_rank()} holds: the "
+                "other shards are on other hosts' disks. Nothing has been loaded. Shard the model "
+                "over the same processes as when it was saved, or load another checkpoint."
             )
 
 
@@ -520,9 +511,8 @@ def _check_optimizer(optimizer: Optimizer, folder: Path, metadata: Mapping[str, 
 def _check_has_optimizer(folder: Path, metadata: Mapping[str, Any]) -> None:
     if not any(key.startswith(_GROUPS_PREFIX) for key in metadata):
         raise ConfigError(
-            f"{folder} has no optimizer in it: it holds {len(metadata)} entries of a "
-            "model. Training would continue with a new optimizer. Load it "
-            "without one."
+            f"{folder} has no optimizer in it: it holds {len(metadata)} entries of a model. "
+            "Training would continue with a new optimizer. Load it without one."
         )
 
 

@@ -44,9 +44,8 @@ class SpmdStrategy(Strategy):
         if runtime is None or not runtime.is_spmd():
             raise ConfigError(
                 f'strategy="spmd" needs torch_xla in its SPMD mode: this process computes on '
-                f"{place.device} without it, and the mode cannot be changed once the runtime runs. "
-                'Launch with RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 '
-                "before torch_xla is imported."
+                f'{place.device} without it. Launch with RunConfig(device="tpu", strategy="spmd"), '
+                "or set XLA_USE_SPMD=1 before torch_xla is imported."
             )
         spmd = importlib.import_module("torch_xla.distributed.spmd")
         self._num_chips = int(runtime.global_runtime_device_count())
@@ -59,8 +58,13 @@ class SpmdStrategy(Strategy):
         num_cut = num_all = 0
         for model in bundle.models:
             for parameter in model.parameters():
-                axes = self._axes_of(parameter)
-                self._mark(parameter, self._mesh, axes)
+                divisible = [
+                    n for n, size in enumerate(parameter.shape) if not size % self._num_chips
+                ]
+                axes: list[str | None] = [None] * parameter.dim()
+                if divisible:
+                    axes[max(divisible, key=lambda dim: parameter.shape[dim])] = _AXIS
+                self._mark(parameter, self._mesh, tuple(axes))
                 num_cut += _AXIS in axes
                 num_all += 1
         self.choices = (
@@ -74,13 +78,5 @@ class SpmdStrategy(Strategy):
         return bundle
 
     def _deal_out(self, batch: torch.Tensor) -> None:
-        """Put so many rows on each chip, where the chips divide them."""
         if batch.dim() and batch.shape[0] % self._num_chips == 0:
             self._mark(batch, self._mesh, (_AXIS, *([None] * (batch.dim() - 1))))
-
-    def _axes_of(self, parameter: torch.Tensor) -> tuple[str | None, ...]:
-        divisible = [dim for dim, size in enumerate(parameter.shape) if size % self._num_chips == 0]
-        axes: list[str | None] = [None] * parameter.dim()
-        if divisible:
-            axes[max(divisible, key=lambda dim: parameter.shape[dim])] = _AXIS
-        return tuple(axes)

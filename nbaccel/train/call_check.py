@@ -37,7 +37,6 @@ CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
-_NEW_PLACE_WAIT_S = 2.0
 _MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
 # Between two looks into the store: a quarter of what has been waited, as a process that sleeps on
 # when the last one has come delays them all. Blocking in it is no way, because torch prints a
@@ -61,8 +60,7 @@ def wanted_check() -> str:
     if check not in _CHECKS:
         raise ConfigError(
             f"Environment variable {CHECK_VARIABLE} must be one of {', '.join(_CHECKS)}: got "
-            f"{check!r}. It says before which collectives processes compare their calls. Correct "
-            f"it, or unset it for {default!r}."
+            f"{check!r}. Correct it, or unset it for {default!r}."
         )
     return check
 
@@ -166,8 +164,6 @@ class CollectiveCheck:
             )
         self.calls_begun += 1
 
-    # --------------------------------------------------------------------- the store
-
     def _exchange(self, own: _Entry, timeout_s: float, *, waits: bool = True) -> list[_Entry]:
         """What all tell of this call; nothing where it is not waited for those that are late."""
         keys = self._keys()
@@ -177,15 +173,15 @@ class CollectiveCheck:
                 self._told_calls.append(self.calls_begun)
                 self._forget_calls(_MOST_TOLD)
                 if not waits:
-                    timeout_s = min(timeout_s, _NEW_PLACE_WAIT_S)
+                    timeout_s = min(timeout_s, 2.0)
                 have_come = self._await_all(own, keys, timeout_s, raises=waits)
-                return list(map(_entry, self._store.multi_get(keys))) if have_come else []
+                texts = self._store.multi_get(keys) if have_come else []
+                return [_Entry(*json.loads(text)) for text in texts]
         except dist.DistNetworkError as error:
             also = ", and with it the store through which processes meet"
             raise CollectiveTimeout(self._describe_returned(own, 0, also)) from error
 
     def _await_all(self, own: _Entry, keys: list[str], timeout_s: float, *, raises: bool) -> bool:
-        """Wait for the entries of all; False if they have not come in time."""
         start_time = time.monotonic()
         look_at_s = _FIRST_LOOK_S
         notice_at_s = timeout_s / 2
@@ -217,7 +213,6 @@ class CollectiveCheck:
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
     def _check_returned(self, own: _Entry) -> None:
-        """Raise if a process's function has returned without having come to this call."""
         if not self._group_store.check([RETURNED_KEY]):
             return
         returned_ranks = {int(text) for text in self._group_store.get(RETURNED_KEY).split()}
@@ -229,14 +224,11 @@ class CollectiveCheck:
                 f"connection closed: process {rank} has returned"
             )
 
-    # --------------------------------------------------------------------- messages
-
     def _describe_returned(self, own: _Entry, rank: int, also: str) -> str:
         return (
             f"Process {self._rank} is in {own.describe()}, but process {rank} has left: its "
-            f"function returned or it died{also}. Every process must call every collective equally "
-            f"often; look for an `if` or a `break` around this line that process {rank} does not "
-            "take."
+            f"function returned or it died{also}. All must call every collective equally often; "
+            f"look for an `if` or a `break` around this line that process {rank} does not take."
         )
 
     def _describe_missing(self, own: _Entry, waited_s: float) -> str:
@@ -247,25 +239,21 @@ class CollectiveCheck:
         ]
         lines += [f"  process {rank}: {self._last_seen(rank)}" for rank in missing_ranks]
         lines.append(
-            "A collective must be called by all processes, equally often. Look for an `if` or a "
-            "`break` that only some of them take, or a process that is merely slow (then give "
-            "InitProcessGroupKwargs(timeout=...))."
+            "All processes must call a collective equally often. Look for an `if` or `break` that "
+            "only some take, or one that is slow (then InitProcessGroupKwargs(timeout=...))."
         )
         if self._check == "first":
             lines.append(
-                "A process whose shapes differ may be in this very call, which it has made twice "
-                f"before and compares no more: {CHECK_VARIABLE}=always compares all."
+                "A process whose shapes differ may be in this very call, made twice before and "
+                f"compared no more: {CHECK_VARIABLE}=always compares all."
             )
         return "\n".join(lines)
 
     def _last_seen(self, rank: int) -> str:
         for key in [_key(number, rank) for number in reversed(self._told_calls)]:
             if self._store.check([key]):
-                return f"last seen in {_entry(self._store.get(key)).describe()}"
+                return f"last seen in {_Entry(*json.loads(self._store.get(key))).describe()}"
         return "not seen in a call that was compared"
-
-
-# ------------------------------------------------------------------------- calls
 
 
 class _Entry(NamedTuple):
@@ -284,16 +272,11 @@ class _Entry(NamedTuple):
         return f"{self.what}, {frames.place(frame)}" + (f": {line}" if line else "")
 
 
-def _entry(text: bytes) -> _Entry:
-    return _Entry(*json.loads(text))
-
-
 def _key(call_number: int, rank: int) -> str:
     return f"{call_number}/{rank}"
 
 
 def _user_place() -> tuple[str, int, str]:
-    """File, line and function of the innermost code that is not in a library."""
     frame = sys._getframe(2)  # noqa: SLF001 - the only way to the frames above
     # The outermost frame is not tested: it is the answer where all code is in libraries.
     while _is_library(frame.f_code.co_filename) and (caller := frame.f_back) is not None:
@@ -329,7 +312,6 @@ def _mismatch(entries: Sequence[_Entry]) -> CollectiveMismatch:
 
 
 def _describe_detail(detail: Any) -> str:
-    """The detail of a call in words: types and shapes where it lists tensors."""
     if isinstance(detail, list) and detail and isinstance(detail[0], list):
         return ", ".join(f"{name.removeprefix('torch.')} {tuple(shape)}" for name, shape in detail)
     return str(detail)

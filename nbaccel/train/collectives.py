@@ -112,8 +112,7 @@ class Collectives:
         """Combine every process's tensors element by element."""
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"reduce(reduction={reduction!r}) is unknown: the "
-                f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
+                f"reduce(reduction={reduction!r}) is unknown. Give one of {', '.join(_REDUCTIONS)}."
             )
         if not self.place.is_alone:
             self._compare_calls("reduce", _tensor_signature(tree, "reduce"))
@@ -212,7 +211,6 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor, or its bytes where gloo does not know its dtype."""
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _COPIED_AS_BYTES else tensor
 
 
@@ -242,14 +240,12 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     if other_types:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "
-            f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
-            "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
+            f"{', '.join(sorted(other_types))} in it, which has no fixed size. Use gather_object, "
+            "or gather_for_metrics(..., use_gather_object=True)."
         )
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
 
 
-# ------------------------------------------------------------------------- still in sync?
-_MOST_DIFFERENCES = 10
 # The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
 _CHUNK_ELEMENTS = 1 << 22
 _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -313,12 +309,11 @@ def check_in_sync(
         facts[f"batches used of loader {index}"] = batches
     differences = find_differences(facts, collectives)
     if differences and collectives.place.is_main:
-        listed = first_few(differences, _MOST_DIFFERENCES, separator="\n  ")
+        listed = first_few(differences, 10, separator="\n  ")
         warnings.warn(
-            f"The processes have drifted apart:\n  {listed}\n"
-            "They train different models from here on. Look for code that changes weights on one "
-            "process only, different seeds before the model was built, or a `break` that only some "
-            "take.",
+            f"The processes have drifted apart:\n  {listed}\nThey train different models. Look for "
+            "code that changes weights on one process only, different seeds before the model was "
+            "built, or a `break` that only some take.",
             stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not differences

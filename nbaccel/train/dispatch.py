@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
+from nbaccel.base import trees
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
-from nbaccel.base.trees import (
-    concatenate,
-    find_batch_size,
-    leaves,
-    map_tensors,
-    send_to_device,
-    slice_rows,
-)
 from nbaccel.train import distributed
 from nbaccel.train.loader import DataLoaderShard, PreparedLoader, reading_class, refuse_mesh
 
@@ -32,9 +25,8 @@ SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
 
 _DISPATCH_ADVICE = (
-    "Process 0 joins one batch per process and sends each its rows. Give "
-    "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own "
-    "batches, or split_batches=True, so that each batch is cut by itself"
+    "Process 0 joins one batch per process. Give DataLoaderConfiguration(dispatch_batches=False), "
+    "so that each process reads its own, or split_batches=True, so that each is cut by itself"
 )
 
 
@@ -115,7 +107,6 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._round_parts(iter(()))
 
     def _round_parts(self, batch_source: Iterator[Any]) -> Iterator[Any]:
-        """This process's part of every round."""
         place = self.settings.place
         world_size = place.world_size
         first_rows: Any = None
@@ -128,11 +119,10 @@ class DataLoaderDispatcher(PreparedLoader):
             if short_rows:
                 raise ConfigError(
                     f"A batch of {short_rows} samples does not divide equally between {world_size} "
-                    "processes, and it was not the last. Samples would be lost, or come twice. "
-                    f"Make all batches but the last divisible by {world_size}, or give "
-                    "DataLoaderConfiguration(dispatch_batches=False)."
+                    "processes, and it was not the last. Make all others divisible by "
+                    f"{world_size}, or give DataLoaderConfiguration(dispatch_batches=False)."
                 )
-            num_rows = find_batch_size(batch) or 0
+            num_rows = trees.find_batch_size(batch) or 0
             if first_rows is None:
                 # Enough to fill any round: fewer than `world_size` rows can be missing.
                 first_rows = self._slice_batch(batch, slice(0, world_size))
@@ -141,26 +131,33 @@ class DataLoaderDispatcher(PreparedLoader):
                 continue  # dropped, but if another round follows, this one was a mistake
             self._last_rows = num_rows
             rows_each = math.ceil(num_rows / world_size)
-            batch = _fill_rows(batch, first_rows, rows_each * world_size)
+            while 0 < (trees.find_batch_size(batch) or 0) < rows_each * world_size:
+                batch = trees.concatenate([batch, first_rows])
             yield self._slice_batch(
                 batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
             )
 
     def _slice_batch(self, batch: Any, rows: slice) -> Any:
         if self.slice_fn is None:
-            return slice_rows(batch, rows)
+            return trees.slice_rows(batch, rows)
         place = self.settings.place
         return self.slice_fn(batch, rows, process_index=place.rank, num_processes=place.world_size)
 
     def _joined_batches(self, source: Iterator[Any]) -> Iterator[Any]:
-        """On process 0: the batches of all processes together."""
         per_round = 1 if self.settings.split_batches else self.settings.place.world_size
         while round_batches := list(itertools.islice(source, per_round)):
             if len(round_batches) < per_round and self.settings.drop_last:
                 return
             if self.slice_fn is None:
                 _check_divisible_leaves(round_batches)
-            yield _join_batches(round_batches)
+            try:
+                is_one = len(round_batches) == 1
+                joined = round_batches[0] if is_one else trees.concatenate(round_batches)
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
+                ) from error
+            yield joined
 
     def _exchange_round(self, source: Iterator[Any]) -> Any:
         """The next round's batch, on every process; None at the end."""
@@ -170,62 +167,37 @@ class DataLoaderDispatcher(PreparedLoader):
             batch = next(source, None)
         except Exception as error:  # of any kind: the others wait for an announcement
             read_error, text = error, f"{type(error).__name__}: {error}"
-        blank_batch = map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
+        blank_batch = trees.map_tensors(lambda tensor: tensor.detach().to("meta"), batch)
         announcement = (blank_batch, text, isinstance(read_error, ConfigError))
         blank_batch, text, is_mistake = settings.collectives.broadcast_object(announcement)
         if text:
-            # Process 0 raises the exception itself, with its traceback; the others have only its
-            # text, because not every exception can be pickled.
-            raise read_error or _reader_error(text, is_mistake=is_mistake)
+            # Not every exception can be pickled: the others have only its text.
+            if read_error is None and not is_mistake:
+                raise CollectiveMismatch(
+                    f"Process 0, which reads for all, could not read the next batch: {text}\nSee "
+                    "what it raised."
+                )
+            raise read_error or ConfigError(text.partition(": ")[2])
         if blank_batch is None:
             return None
         device = settings.device or settings.place.device
         if settings.place.is_main:
-            batch = send_to_device(batch, device, non_blocking=settings.non_blocking)
+            batch = trees.send_to_device(batch, device, non_blocking=settings.non_blocking)
             # `broadcast` refuses tensors that are not contiguous, such as transposed ones.
-            batch = map_tensors(torch.Tensor.contiguous, batch)
+            batch = trees.map_tensors(torch.Tensor.contiguous, batch)
         else:
             # Not `empty_like`, which would keep strides.
-            batch = map_tensors(
+            batch = trees.map_tensors(
                 lambda blank: torch.empty(blank.shape, dtype=blank.dtype, device=device),
                 blank_batch,
             )
-        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in trees.leaves(batch) if isinstance(leaf, torch.Tensor)]
         settings.collectives.broadcast(tensors)
         return batch
 
 
-def _reader_error(text: str, *, is_mistake: bool) -> Exception:
-    if is_mistake:
-        return ConfigError(text.partition(": ")[2])
-    return CollectiveMismatch(
-        f"Process 0, which reads for all, could not read the next batch: {text}\nThis process "
-        "gets its batches from there. See what process 0 raised."
-    )
-
-
-def _join_batches(batches: list[Any]) -> Any:
-    if len(batches) == 1:
-        return batches[0]
-    try:
-        return concatenate(batches)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"Batches of one round do not fit together: {error}. {_DISPATCH_ADVICE}."
-        ) from error
-
-
-def _fill_rows(batch: Any, first_rows: Any, num_rows: int) -> Any:
-    """The batch, filled with rows of the first round up to `num_rows`."""
-    # A batch without tensors has no rows to fill up.
-    while (find_batch_size(batch) or num_rows) < num_rows:
-        batch = concatenate([batch, first_rows])
-    return batch
-
-
 def _check_divisible_leaves(batches: list[Any]) -> None:
-    """Refuse leaves that cannot be cut into rows: every process would get all of them."""
-    first_leaves, *other_leaves = [leaves(batch) for batch in batches]
+    first_leaves, *other_leaves = [trees.leaves(batch) for batch in batches]
     constant_types = (bool, int, float, type(None))
     indivisible = [
         leaf
@@ -239,9 +211,9 @@ def _check_divisible_leaves(batches: list[Any]) -> None:
     ]
     if indivisible:
         raise ConfigError(
-            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
-            "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
-            "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
+            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which has no "
+            "rows to share out. Leave it out in collate_fn, make it a tensor, or give "
+            "DataLoaderConfiguration(dispatch_batches=False)."
         )
 
 

@@ -152,8 +152,6 @@ class GradientState:
                     break
 
 
-# ------------------------------------------------------------------------- compiling
-
 WARM_UP_STEPS = 3
 """Steps until the programs of a loop are compiled, the first one at full speed included."""
 

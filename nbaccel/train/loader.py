@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -35,9 +35,6 @@ from nbaccel.train import distributed, rng
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.sampling import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _Kind = TypeVar("_Kind")
 _HOST_PLACE = Place(device=torch.device("cpu"))  # orders are drawn on the host, also for GPUs
@@ -117,15 +114,14 @@ class LoaderPosition:
         """Refuse anything that is not a position."""
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"This is a {type(state).__name__}, not the state of a prepared loader: the loader "
-                "would begin at the wrong batch. Give what its state_dict() returned."
+                f"This is a {type(state).__name__}, not the state of a prepared loader. Give what "
+                "its state_dict() returned."
             )
         if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
             raise ConfigError(
                 "This is not the state of a prepared loader: it has "
-                f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
-                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
-                "model and optimizer only."
+                f"{', '.join(map(repr, sorted(state)))}. Give what its state_dict() returned; of "
+                "another library's checkpoint, load model and optimizer only."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +216,7 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     @classmethod
-    def around(cls, *args: Any, **options: Any) -> Self:
+    def around(cls, *args: Any, **options: Any) -> PreparedLoader:
         """A loader by the arguments below; the constructors of its classes have Accelerate's."""
         loader = cls.__new__(cls)
         PreparedLoader.__init__(loader, *args, **options)
@@ -344,15 +340,12 @@ class PreparedLoader(DataLoader[Any]):
             if hasattr(epoch_user, "set_epoch"):
                 epoch_user.set_epoch(epoch)
 
-    # ------------------------------------------------------------------------- iteration
-
     def is_for(self, place: Place) -> bool:
         """Whether it was prepared for this process among as many others."""
         own_place = self.settings.place
         return (own_place.rank, own_place.world_size) == (place.rank, place.world_size)
 
-    def _check_processes(self) -> None:
-        """Refuse what was prepared in a notebook, and reads all of it for each rank of a launch."""
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         world_size = distributed.world_size()
         if self._prepared_among == 1 and world_size > 1:
             raise ConfigError(
@@ -360,9 +353,6 @@ class PreparedLoader(DataLoader[Any]):
                 f"{world_size}: each would read all of it, and gathered results would have every "
                 "sample several times. Give it to prepare() in the function or cell that reads it."
             )
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._check_processes()
         resuming = self.gradient_state.resuming
         # Within another loop the step's body is not over.
         if not self.gradient_state.in_dataloader:
@@ -433,7 +423,6 @@ class PreparedLoader(DataLoader[Any]):
         self._base_state = None
 
     def _moved(self, batch: Any) -> Any:
-        """The batch on this process's device, placed as the strategy wants it."""
         settings = self.settings
         # Where operations are queued, the device still computes the step before.
         moved_batch = send_to_device(
@@ -480,7 +469,6 @@ class PreparedLoader(DataLoader[Any]):
     def _match_workers(self) -> None:
         """Let persistent workers wait exactly if they would in the unbroken run."""
         # Torch draws a seed for new ones, from what the order is drawn from.
-        # Other workers are started in every epoch, also in the unbroken run.
         if not self.base.persistent_workers:
             return
         if not self.position.has_begun:
@@ -493,7 +481,6 @@ class PreparedLoader(DataLoader[Any]):
         return self.base.state_dict()  # type: ignore[attr-defined,no-any-return]
 
     def _open_source(self, *, draws_now: bool) -> Iterator[Any]:
-        """Begin to read."""
         iterator: Any = iter(self.base)
         # A sampler draws when its first index is read, which torch has done if there are workers.
         if draws_now and not self.num_workers:
@@ -518,7 +505,6 @@ class PreparedLoader(DataLoader[Any]):
             return -1
 
     def _count_remainder(self, last_batch: Any) -> int:
-        """The remainder: at the last batch the samplers' counts are complete."""
         settings = self.settings
         if settings.drop_last:
             return -1
@@ -533,8 +519,6 @@ class PreparedLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDatasetShard) and not self.num_workers:
             counters += [self.dataset] if self.batch_size else []
         return int(counters[-1].remainder) if counters else -1
-
-    # ------------------------------------------------------------------------- position
 
     def state_dict(self) -> dict[str, Any]:
         """The position: epoch, batches seen, and the states that the order was drawn from.
@@ -634,9 +618,8 @@ def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
     """Refuse to share batches out by a mesh."""
     if device_mesh is not None:
         raise ConfigError(
-            f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
-            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
-            "torch_device_mesh out."
+            f"{called_object.__name__}(torch_device_mesh={device_mesh}) shares batches out by a "
+            "mesh: here every process gets its own. Leave torch_device_mesh out."
         )
 
 
@@ -663,7 +646,6 @@ def chain_of_samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _order_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """The generators that draw a loader's order, by their owner."""
     dataset: Any = loader.dataset
     owners = {
         "loader": loader,

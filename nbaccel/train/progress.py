@@ -24,7 +24,6 @@ from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.loader import PreparedLoader
 
-_POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
 # Processes make their bars in the same order, so equal numbers mean the same bar.
 _BAR_COUNTER = itertools.count()
@@ -81,7 +80,7 @@ class Progress(Generic[_LoaderBatch]):
                 self.bar.update(1)
                 if reporter := metrics_reporter.current():
                     reporter.step_done(batch_samples, loop)
-                if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
+                if time.monotonic() - self._last_post_s >= 0.5:
                     self._report_progress()
             self._show_phase()
             self._report_progress()
@@ -91,7 +90,6 @@ class Progress(Generic[_LoaderBatch]):
             self.bar.close()
 
     def _batches(self) -> Iterator[_LoaderBatch]:
-        """The loader's batches, counting the time that it takes to get each."""
         # A prepared one counts by itself, and has work of the step to do in between.
         is_prepared = isinstance(self._loader, PreparedLoader)
         reading = contextlib.nullcontext() if is_prepared else spent_time.reading_data

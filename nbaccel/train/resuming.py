@@ -45,13 +45,12 @@ class Resuming:
         self._has_begun = False
         self._epoch_loops = 0  # over epochs that have ended, where that is known
         self._round: int | None = None  # of a loop over epochs, if one is under way
-        # Number of a loader → loops over it that have ended in this round, and outside of all.
-        self._ended_in_round: Counter[int] = Counter()
-        self._ended_outside: Counter[int] = Counter()
+        # Whether in this round or outside of all → number of a loader → loops over it that ended.
+        self._ended: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        self._to_skip: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         self._running: list[int] = []  # numbers of loaders that are iterated over, innermost last
         self._stopped_at = (0, 0)  # which loop over epochs, and which of its rounds
-        self._to_skip_in_round: Counter[int] = Counter()
-        self._to_skip_outside: Counter[int] = Counter()
+
         self._generators: dict[str, Any] | None = None
 
     @classmethod
@@ -64,8 +63,6 @@ class Resuming:
         resuming = cls(Path(folder) / str(len(savers)), place, loaders, **how)
         savers.append(resuming.keep)
         return resuming
-
-    # ---- when it is stopped
 
     def keep(self) -> None:
         """Keep the state: the function is stopped between two steps of all ranks."""
@@ -84,14 +81,12 @@ class Resuming:
         if self._place.is_local_main:
             position = {
                 "stopped_at": (self._epoch_loops, self._round or 0),
-                "ended_in_round": self._ended_in_round if self._round is not None else {},
-                "ended_outside": self._ended_outside,
+                "ended_in_round": self._ended[True] if self._round is not None else {},
+                "ended_outside": self._ended[False],
                 "running": self._running,
                 "processes": self._place.world_size,
             }
             atomic.write_text(position_file, json.dumps(position))
-
-    # ---- when the next one goes on
 
     def _begin(self) -> None:
         """Load the state, once: all that it is of has been prepared."""
@@ -105,14 +100,15 @@ class Resuming:
         if position["processes"] != self._place.world_size:
             raise ConfigError(
                 f"The launch that was stopped had {position['processes']} processes, and this one "
-                f"has {self._place.world_size}: they would read other batches. Launch with "
+                f"has {self._place.world_size}, which would read other batches. Launch with "
                 f"num_processes={position['processes']}, or without resume to begin anew."
             )
         self.load(self._folder)
         self._generators = rng.capture_rng_states(self._place)
         self._stopped_at = tuple(position["stopped_at"])
-        self._to_skip_in_round = _by_number(position["ended_in_round"])
-        self._to_skip_outside = _by_number(position["ended_outside"])
+        for is_in_round, name in ((True, "ended_in_round"), (False, "ended_outside")):
+            counts = {int(number): count for number, count in position[name].items()}
+            self._to_skip[is_in_round] = Counter(counts)
         for number, loader in enumerate(self._loaders):
             # Of a loop that was left early the next one is another.
             if number not in position["running"]:
@@ -134,7 +130,7 @@ class Resuming:
                     if (self._epoch_loops, number) < self._stopped_at:
                         continue
                     self._round = number
-                    self._ended_in_round.clear()
+                    self._ended[True].clear()
                 yield item
         finally:  # a loop may be left early
             if is_outer:
@@ -147,8 +143,7 @@ class Resuming:
         number = self._number_of(loader)
         if number is None:
             return loader  # type: ignore[no-any-return]
-        is_outside = self._round is None
-        to_skip = self._to_skip_outside if is_outside else self._to_skip_in_round
+        to_skip = self._to_skip[self._round is not None]
         if to_skip[number] > 0:
             to_skip[number] -= 1
             self._note_end(number)
@@ -174,13 +169,8 @@ class Resuming:
             self._note_end(number)
 
     def _note_end(self, number: int) -> None:
-        ended = self._ended_outside if self._round is None else self._ended_in_round
-        ended[number] += 1
+        self._ended[self._round is not None][number] += 1
 
     def _number_of(self, loader: Any) -> int | None:
         numbers = (number for number, known in enumerate(self._loaders) if known is loader)
         return next(numbers, None)
-
-
-def _by_number(counts: dict[str, int]) -> Counter[int]:
-    return Counter({int(number): count for number, count in counts.items()})

@@ -63,9 +63,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         number = -1
     if not 0 <= number < _NUM_SEEDS:
         raise ConfigError(
-            f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "accepts no other seed, and the other generators would be seeded without it. Give such "
-            "a number."
+            f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}, as numpy "
+            "accepts no other seed. Give such a number."
         )
     # numpy refuses 2**32 and above, so the largest seeds wrap around.
     seed = (number + distributed.rank()) % _NUM_SEEDS if device_specific else number
@@ -75,9 +74,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     torch.manual_seed(seed)  # seeds an accelerator when, and only if, it is initialised
     if deterministic:
         torch.use_deterministic_algorithms(True)
-
-
-# ------------------------------------------------------------------------- keep and give back
 
 
 def capture_rng_states(place: Place) -> dict[str, Any]:
@@ -122,9 +118,6 @@ def _set_generator_states(states: Mapping[str, Any], *devices: DeviceRuntime) ->
             device.set_random_state(device_state, index)
 
 
-# ------------------------------------------------------------------------- the same everywhere
-
-
 def synchronize_rng_states(
     rng_types: Iterable[str],
     generator: torch.Generator | None = None,
@@ -147,11 +140,10 @@ _StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
-    """Functions that read and set the state of one generator."""
     if type_name == "generator" and generator is None:
         raise ConfigError(
-            f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
-            "could be shared. Give a torch.Generator, or leave it out of rng_types."
+            f"rng_types has {type_name!r}, but generator={generator!r}. Give a torch.Generator, or "
+            "leave it out of rng_types."
         )
     accessors: dict[str, _StateAccessors] = {
         name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
@@ -166,8 +158,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if type_name not in accessors:
         types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {type_name!r}, which is the name of no generator. The "
-            f"processes would draw different numbers.{closest(type_name, types)} Give one of "
-            f"{', '.join(types)}."
+            f"rng_types has {type_name!r}, which is the name of no generator."
+            f"{closest(type_name, types)} Give one of {', '.join(types)}."
         )
     return accessors[type_name]

@@ -29,21 +29,15 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
     if batch_size is None or batch_size % num_processes:
         fitting_size = math.ceil((batch_size or 1) / num_processes) * num_processes
         raise ConfigError(
-            f"{owner_name} cannot use split_batches=True with batch_size={batch_size}: it does "
-            f"not divide into equal slices for {num_processes} processes. Give "
-            f"batch_size={fitting_size}, or leave split_batches out."
+            f"{owner_name} cannot split batch_size={batch_size} into equal slices for "
+            f"{num_processes} processes: split_batches=True needs batch_size={fitting_size}."
         )
 
 
 class SeedableRandomSampler(RandomSampler):
     """Shuffles by seed and epoch alone, so that the order of any epoch can be repeated.
 
-    Args:
-        data_source: The dataset; only its length is used.
-        replacement: Whether a sample may come twice.
-        num_samples: How many are drawn in an epoch; None draws as many as there are.
-        generator: Draws the order; it is seeded anew for each epoch.
-        data_seed: The seed; None takes torch's initial seed.
+    Arguments are torch's, and the seed; None takes torch's initial seed.
 
     Attributes:
         initial_seed: The seed; epoch `e` is drawn with `initial_seed + e`.
@@ -185,7 +179,6 @@ class BatchSamplerShard(BatchSampler):
             yield share
 
     def _last_share(self, last_round: list[list[int]], first_round: list[list[int]]) -> Any:
-        """This process's part of a round that is not full; None where there is none."""
         is_short = len(last_round) < self.num_processes
         if not last_round or (self.drop_last and is_short):
             return None
@@ -266,7 +259,6 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _samples_each(self) -> int:
-        """Samples of a round that are this process's."""
         batch_size = self.batch_size or 1
         return batch_size // self.num_processes if self.split_batches else batch_size
 

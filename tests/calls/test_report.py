@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nbaccel
 from nbaccel import Accelerator, ConfigError, Pool, RunConfig, WorkerFailed, notebook_launcher
 from nbaccel.launchers import Results
-from nbaccel.output.panel.facts import ENDED_RUNS
-from nbaccel.output.panel.rank_times import RankTimes
+from nbaccel.output.panel.facts import ENDED_RUNS, RankTimes
 from nbaccel.output.report import report_of
 from tests import worker_functions as workers
 

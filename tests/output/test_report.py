@@ -14,8 +14,7 @@ import pytest
 
 from nbaccel import ConfigError
 from nbaccel.output.panel.curves import metric_lines
-from nbaccel.output.panel.facts import SeenLine
-from nbaccel.output.panel.rank_times import RankTimes, SlowestRank
+from nbaccel.output.panel.facts import RankTimes, SeenLine, SlowestRank
 from nbaccel.output.report import PlannedRun, RankFigures, RunFacts, RunReport, report_document
 from tests.html_reader import Html
 

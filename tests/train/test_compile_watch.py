@@ -7,7 +7,7 @@ import torch
 from nbaccel.abc.device import CompileCounts, UnlistedDevice
 from nbaccel.base.training_metrics import Metrics
 from nbaccel.output.panel.facts import RunBoard
-from nbaccel.output.panel.words import live_line
+from nbaccel.output.panel.live_html import live_line
 from nbaccel.train.gradient import CompileWatch
 
 

@@ -11,6 +11,7 @@ import base64
 import html
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 from nbaccel.base.training_metrics import MetricHistory, Point
 from nbaccel.base.units import format_number
 from nbaccel.output.panel.facts import mean
-from nbaccel.output.panel.words import plain_text
 
 Mark = tuple[float, str]  # a place on an axis, and its label
 
@@ -38,6 +38,16 @@ _MOST_TICKS = 6  # more would touch each other
 _CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
 _DASHES = ("7 2 1 2", "", "4 2", "1 2", "2 4")  # the first one is mostly a thick line's
 _FAINT = 'stroke="currentColor" stroke-opacity='
+# Terminal sequences mean nothing in HTML and would count as characters of the width.
+_CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
+
+
+def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:
+    """A text without control characters, cut to a width."""
+    # Cut first: a line may have megabytes, and control characters take few of them.
+    text = _CONTROL_CHARACTERS.sub("", text[: 8 * max_chars].replace("\t", "    "))
+    text = text.rstrip() if keeps_start else text.strip()
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def is_drawn(value: float) -> bool:
@@ -96,7 +106,6 @@ class _Axis:
 
 
 def _linear_ticks(axis: _Axis) -> list[Mark]:
-    """Places on an axis, and what they are labelled."""
     least_step = (axis.high - axis.low) / _MOST_TICKS * 0.999
     power = 10.0 ** math.floor(math.log10(least_step))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least_step)
@@ -143,7 +152,6 @@ def _marks(x_axis: _Axis, y_axis: _Axis, marks: Iterable[Mark]) -> Iterable[str]
 
 
 def _line(x_axis: _Axis, y_axis: _Axis, curve: Iterable[Point], look: str) -> Iterable[str]:
-    """Its stretches of numbers, and a cross where there is none."""
     for is_gap, group in itertools.groupby(curve, lambda point: math.isnan(point[1])):
         places = [(x_axis.at(x), y_axis.at(y)) for x, y in group]
         if is_gap:
@@ -200,13 +208,9 @@ def _svg(spoken: str, drawn: str, as_image: bool) -> str:
 Curves = Mapping[int, Sequence[Point]]  # rank → the points of a metric
 
 _LOGARITHMIC_RATIO = 8.0  # of highest to lowest
-_MAX_RANK_LINES = 16
 _MIN_SMOOTHED_POINTS = 8
 _SMOOTHED_REACH = 10  # points on either side
 _NOISY_SHARE = 0.25  # of the steps that go against the one before
-_MEAN_POINTS = 120
-_MOST_STRETCHES = 120
-_MAX_MARKS = 8
 _NAME_CHARS = 40
 SPARK_CHARS = 20
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
@@ -231,7 +235,7 @@ def chart_of(
     thinned = []
     for line in lines:
         # Of many points the lowest and the highest of each stretch.
-        history = MetricHistory(_MOST_STRETCHES)
+        history = MetricHistory(120)
         for step, value in line.points:
             if is_drawn(step):
                 history.add(value, step)
@@ -242,7 +246,7 @@ def chart_of(
         return ""
     if log_y is None:
         log_y = is_logarithmic(y for line in lines for _, y in line.points)
-    stride = math.ceil(len(marks) / _MAX_MARKS) or 1
+    stride = math.ceil(len(marks) / 8) or 1
     marks = [(step, plain_text(text, _NAME_CHARS)) for step, text in marks[::stride]]
     return line_chart(lines, plain_text(name, _NAME_CHARS), marks, log_y=log_y, as_image=as_image)
 
@@ -266,8 +270,7 @@ def metric_lines(curves: Curves) -> list[ChartLine]:
     """The lines of one metric's chart: the mean thick, smoothed if it is noisy; and each rank."""
     is_alone = len(curves) == 1
     ranks = [
-        ChartLine(f"rank {rank}", points)
-        for rank, points in itertools.islice(curves.items(), _MAX_RANK_LINES)
+        ChartLine(f"rank {rank}", points) for rank, points in itertools.islice(curves.items(), 16)
     ]
     name = ranks[0].name if is_alone else "mean of ranks"
     points = ranks[0].points if is_alone else mean_points(curves.values())
@@ -288,14 +291,13 @@ def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
     # Only finite ones: else there would be more groups than steps, and a rank's alone in some.
     longest = max(map(len, finite), default=0)
     means = []
-    for group in _groups(sorted(itertools.chain(*finite)), min(longest, _MEAN_POINTS)):
+    for group in _groups(sorted(itertools.chain(*finite)), min(longest, 120)):
         step = math.fsum(step for step, _ in group) / len(group)
         means.append((step, math.fsum(value / len(group) for _, value in group)))
     return means
 
 
 def _groups(items: Sequence[Any], num_groups: int) -> list[Sequence[Any]]:
-    """So many stretches of about the same length, one after the other."""
     edges = [place * len(items) // num_groups for place in range(num_groups + 1) if num_groups]
     return [items[first:last] for first, last in itertools.pairwise(edges)]
 

@@ -21,7 +21,6 @@ script in it asks the server for the kernel's messages (`panel_script.js`).
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import html
 import importlib.resources
 import json
@@ -30,16 +29,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbaccel.base import env, frames
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import ENDED_RUNS, RankStatus, RunBoard
-from nbaccel.output.panel.live_html import live_html
+from nbaccel.output.panel.live_html import live_html, live_text
 from nbaccel.output.panel.run_notes import NoteFile
-from nbaccel.output.panel.words import live_text
 from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.output.report import facts_of, finished_line, summary_html
 from nbaccel.plan import Plan, registry
@@ -242,7 +240,6 @@ class DashboardUpdater(Dashboard):
                     member.ask_where()  # for the next time
 
     def _tell_of_start(self, call: WatchedCall) -> None:
-        """Say that workers are being set up, until they run or the dashboard shows it."""
         if self._waiting_line is None:
             return
         if not self.is_due and "starting" in map(state_of, call.members):
@@ -252,7 +249,6 @@ class DashboardUpdater(Dashboard):
             self._waiting_line = None
 
     def _note_totals(self) -> None:
-        """Note how much memory there is, and what measures it."""
         self._device = registry.device(self._plan.device)
         self._meter = self._device.driver_meter()
         self.board.host_total_bytes = self._plan.inventory.host_total_bytes or None
@@ -265,37 +261,36 @@ class DashboardUpdater(Dashboard):
         if self._device is None:
             # Not before: nearly all cells end before there is anything to show.
             self._note_totals()
-        console = call.console
-        self.board.library_messages = console.library_messages
-        rewritten = console.rewritten_lines()
+        self.board.library_messages = call.console.library_messages
+        rewritten = call.console.rewritten_lines()
         on_device: dict[int, int] = self._meter.read() if self._meter is not None else {}
-        rows = []
-        # A pool's workers that do not have the task are not shown.
-        for member in filter(lambda member: member.rank in self._ranks, call.members):
-            row = self._row(call, member)
-            row = replace(row, rewritten_lines=rewritten.get(member.rank, ()))
-            # After its end the number may belong to another process. In a container the driver may
-            # know it by another one: then what the worker reports is used.
-            if not member.has_ended and member.pid in on_device:
-                row = replace(row, device_bytes=on_device[member.pid])
-            rows.append(row)
-        return rows
+        return [
+            self._row(call, member, rewritten.get(member.rank, ()), on_device.get(member.pid))
+            for member in call.members
+            if member.rank in self._ranks  # others of a pool do not have the task
+        ]
 
-    def _row(self, call: WatchedCall, member: WorkerHandle) -> RankStatus:
-        """One rank, as it is now, but for lines that it draws in place."""
+    def _row(
+        self, call: WatchedCall, member: WorkerHandle, lines: tuple[str, ...], measured: int | None
+    ) -> RankStatus:
         state = state_of(member)
         doing = call.doing(member.rank)
         place = member.whereabouts
         if self._of_pool:
             state = "gone" if member.has_ended else state
             doing = str(RankActivity.of_stack(place.stack)) if place and place.stack else ""
+        # In a container the driver may know the process by another number.
+        if measured is None and place is not None:
+            measured = place.device_bytes
         return RankStatus(
             rank=member.rank,
             state=state,
             seconds=call.seconds,
             rss_bytes=resident(member),
-            device_bytes=place.device_bytes if place and not member.has_ended else None,
+            # After its end the number may belong to another process.
+            device_bytes=None if member.has_ended else measured,
             doing=doing if member.is_busy else "",
+            rewritten_lines=lines,
         )
 
     def end(self, call: WatchedCall, ending: str) -> None:
@@ -332,7 +327,6 @@ def resident(member: WorkerHandle) -> int:
 
 
 _COMM_TARGET = "nbaccel.run"
-_MAX_KEPT = 50
 
 
 @dataclass
@@ -359,7 +353,7 @@ def note_run(place_id: str) -> None:
         manager.register_target(_COMM_TARGET, _answer)
         shell.events.register("pre_run_cell", _tell_what_has_ended)
     _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
-    for oldest in list(_RUNS)[:-_MAX_KEPT]:
+    for oldest in list(_RUNS)[:-50]:
         del _RUNS[oldest]
 
 
@@ -370,18 +364,15 @@ def followed_html(panel_html: str, place_id: str) -> str:
     name = Path(getattr(getattr(kernel, "parent", None), "connection_file", "")).stem
     kernel_id = name.removeprefix("kernel-") if name.startswith("kernel-") else ""
     arguments = json.dumps([place_id, kernel_id])
-    script = f"<script>{_script()}(...{arguments})</script>" if kernel_id else ""
+    script = ""
+    if kernel_id:
+        source = importlib.resources.files("nbaccel.output.panel").joinpath("panel_script.js")
+        script = f"<script>{source.read_text('utf-8').rstrip()}(...{arguments})</script>"
     seen = f"{dt.datetime.now().astimezone():%d %B, %H:%M:%S}"
     return (
         f'<div class="nbaccel-panel" data-place="{place_id}" data-seen="{seen}">'
         f"{panel_html}{script}</div>"
     )
-
-
-@functools.cache
-def _script() -> str:
-    source = importlib.resources.files("nbaccel.output.panel").joinpath("panel_script.js")
-    return source.read_text(encoding="utf-8").rstrip()
 
 
 def _running_cell() -> str:

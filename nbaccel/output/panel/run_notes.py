@@ -27,7 +27,7 @@ import psutil
 from nbaccel.base import env, frames
 from nbaccel.base.errors import ConfigError
 from nbaccel.output.panel.facts import RunBoard, mean, most_left, steps_in_all
-from nbaccel.output.panel.words import epoch_of
+from nbaccel.output.panel.live_html import epoch_of
 
 _INTERVAL_S = 2.0
 _SAME_START_S = 1.0  # the start of a process is known to a hundredth, and a clock may be set
@@ -137,7 +137,6 @@ def _own_folders() -> list[Path]:
 
 
 def _made_folder() -> Path | None:
-    """The first of these that can be had; None where there is none."""
     for folder in _own_folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -164,7 +163,6 @@ def _read(path: Path) -> RunNote | None:
 
 
 def _process_of(note: RunNote) -> psutil.Process | None:
-    """The process of a run, if it is still the same one and this user's."""
     try:
         process = psutil.Process(note.pid)
         is_same = abs(process.create_time() - note.process_began) < _SAME_START_S

@@ -33,11 +33,10 @@ from nbaccel.precision.fp8.scaled_tensor import (
     dequantize,
     power_of_two_scale,
     quantize,
+    values_of,
 )
 
 BLOCK = 256  # values under one scale
-
-_SCALE_BYTES = 4
 
 
 def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -73,7 +72,7 @@ def packed_blocks(rows: torch.Tensor) -> torch.Tensor:
 def unpacked_blocks(packed: torch.Tensor) -> torch.Tensor:
     """The values of :func:`packed_blocks`: ``[rows, n]``, float32."""
     num_rows = packed.shape[0]
-    num_blocks = packed.shape[1] // (BLOCK + _SCALE_BYTES)
+    num_blocks = packed.shape[1] // (BLOCK + 4)  # of one byte a value, and four a scale
     payload = packed[:, : num_blocks * BLOCK].reshape(num_rows, num_blocks, BLOCK)
     scale = packed[:, num_blocks * BLOCK :].contiguous().view(torch.float32)
     return dequantize(payload.view(E4M3.dtype), scale.unsqueeze(2)).view(num_rows, -1)
@@ -145,18 +144,11 @@ class ScaledGradients:
             weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
         ]
         for bucket in _buckets(weights):
-            flat = torch.cat([_flat_gradient(weight) for weight in bucket])
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+            flat = torch.cat([values_of(gradient).reshape(-1) for gradient in gradients])
             means = torch.split(two_shot_mean(flat), [item.numel() for item in bucket])
             for weight, mean in zip(bucket, means, strict=True):
                 weight.grad = ScaledTensor.of(mean.view(weight.shape), self._format)
-
-
-def _flat_gradient(weight: ScaledTensor) -> torch.Tensor:
-    gradient = weight.grad
-    if gradient is None:
-        return torch.zeros(weight.numel(), device=weight.device)
-    values = gradient.dequantize() if isinstance(gradient, ScaledTensor) else gradient
-    return values.reshape(-1)
 
 
 def _buckets(weights: Sequence[ScaledTensor]) -> Iterator[list[ScaledTensor]]:

@@ -41,6 +41,7 @@ from nbaccel.precision.fp8.scaled_tensor import (
     largest_magnitude,
     power_of_two_scale,
     quantize,
+    values_of,
 )
 
 INPUT = 0
@@ -175,10 +176,6 @@ class LayerRecipe:
         return quantize(values, scale, number_format), scale.reciprocal()
 
 
-def _plain(weight: torch.Tensor) -> torch.Tensor:
-    return weight.dequantize() if isinstance(weight, ScaledTensor) else weight
-
-
 class _Product(torch.autograd.Function):
     """``values @ weight.T`` in 8 bits, forward and backward."""
 
@@ -191,7 +188,7 @@ class _Product(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         exact_output, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
-        plain_weight = _plain(weight)
+        plain_weight: torch.Tensor = values_of(weight)
         input_payload, input_inverse = recipe.stored(values, INPUT)
         weight_payload, weight_inverse = recipe.stored(plain_weight, WEIGHT)
         if exact_output:
@@ -227,7 +224,7 @@ class _Product(torch.autograd.Function):
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             if exact_input_gradient:
-                input_gradient = gradient.to(ctx.dtype) @ _plain(weight).to(ctx.dtype)
+                input_gradient = gradient.to(ctx.dtype) @ values_of(weight).to(ctx.dtype)
             else:
                 input_gradient = scaled_product(
                     payload,
@@ -264,7 +261,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in autocast's dtype if it is on."""
         if not (self.training or self.fp8_recipe.in_evaluation):
-            return nn.functional.linear(values, _plain(self.weight), self.bias)
+            return nn.functional.linear(values, values_of(self.weight), self.bias)
         device_type = values.device.type
         dtype = (
             torch.get_autocast_dtype(device_type)
@@ -282,7 +279,7 @@ class Fp8Linear(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:  # files and other models want plain numbers
-            destination[f"{prefix}weight"] = _plain(destination[f"{prefix}weight"])
+            destination[f"{prefix}weight"] = values_of(destination[f"{prefix}weight"])
 
     def extra_repr(self) -> str:
         """What `repr` shows of the layer."""

@@ -128,8 +128,6 @@ class ScaledAdam(Optimizer):
             state[name] = ScaledTensor(payload, torch.ones((), device=device))
         return state
 
-    # ---------------------------------------------------------------- state
-
     def _stored_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """State of torch's, or of a checkpoint, in the formats of this one."""
         stored: dict[str, Any] = {}
@@ -194,10 +192,7 @@ class ScaledAdam(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    # ---------------------------------------------------------------- divided states
-
     def _send_weights(self) -> None:
-        """Let every process have the weights that their owners have stepped; a collective."""
         for parameter in self._parameters():
             owner = self._owners[id(parameter)]
             if isinstance(parameter, ScaledTensor):

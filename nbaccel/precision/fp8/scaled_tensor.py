@@ -32,7 +32,6 @@ from nbaccel.base import torch_private
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
 # torch has no 8-bit dtype there, so values are rounded by arithmetic and kept as float16.
 _WITHOUT_FLOAT8 = frozenset({"mps"})
 # Beyond it a scale is infinite in float32.
@@ -153,7 +152,7 @@ class ScaledTensor(torch.Tensor):
         self.inverse_scale = inverse_scale
 
     @classmethod
-    def of(cls, values: torch.Tensor, number_format: NumberFormat) -> Self:
+    def of(cls, values: torch.Tensor, number_format: NumberFormat) -> ScaledTensor:
         """Store values in a format, under the scale that fits them."""
         payload, scale = scale_and_quantize(values.detach().contiguous(), number_format)
         return cls(payload, scale)
@@ -184,7 +183,7 @@ class ScaledTensor(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(
         cls, inner: Mapping[str, torch.Tensor], meta: Any, size: Any, stride: Any
-    ) -> Self:
+    ) -> ScaledTensor:
         return cls(inner["payload"], inner["inverse_scale"])
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -214,13 +213,10 @@ class ScaledTensor(torch.Tensor):
         return _compute_in_float32(func, args, kwargs or {})
 
 
-# ---------------------------------------------------------------- operations
-
-
 def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the values, and store what it has written."""
-    plain_args = torch_private.replace_tensors(tuple(args), _values_of)
-    plain_kwargs = torch_private.replace_tensors(dict(kwargs), _values_of)
+    plain_args = torch_private.replace_tensors(tuple(args), values_of)
+    plain_kwargs = torch_private.replace_tensors(dict(kwargs), values_of)
     result = func(*plain_args, **plain_kwargs)
     for position, name in torch_private.written_arguments(func):
         if position < len(args):
@@ -234,7 +230,8 @@ def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return result
 
 
-def _values_of(leaf: Any) -> Any:
+def values_of(leaf: Any) -> Any:
+    """The values of a stored tensor; anything else as it is."""
     return leaf.dequantize() if isinstance(leaf, ScaledTensor) else leaf
 
 
@@ -264,7 +261,7 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
         target.payload.copy_(source.payload, non_blocking)
         target.inverse_scale.copy_(source.inverse_scale, non_blocking)
     else:
-        target.store(_values_of(source))
+        target.store(values_of(source))
     return target
 
 

@@ -33,9 +33,6 @@ from nbaccel.transfer.sharded_tensors import shard_readers
 _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
 
-# ------------------------------------------------------------------------- reading
-
-
 def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read what ``torch.save`` wrote, without running code that might be in it."""
     options = {"weights_only": True, "map_location": "cpu", **options}
@@ -81,10 +78,8 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 # huggingface_hub notes under which name a tied tensor was stored.
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            raise CheckpointDamaged(
-                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
-                "checkpoint."
-            ) from error
+            text = f"{path} cannot be read ({error}). Nothing has been loaded. Load another one."
+            raise CheckpointDamaged(text) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -101,9 +96,8 @@ def why_unreadable(path: Path, error: Exception) -> str:
     global_match = re.search(r"GLOBAL (\S+) (was not an allowed global)?", str(error))
     if global_match:
         remedy = (
-            "If you wrote this file yourself and nobody could change it, "
-            "torch.serialization.add_safe_globals allows this class; load_state also takes "
-            "load_kwargs={'weights_only': False}, which allows all."
+            "If you wrote this file yourself and nobody could change it, allow the class by "
+            "torch.serialization.add_safe_globals, or all by load_kwargs={'weights_only': False}."
         )
         return (
             f"{path} holds a {global_match[1]}: only numbers, text, tensors and plain containers "
@@ -114,9 +108,8 @@ def why_unreadable(path: Path, error: Exception) -> str:
     if "weights_only" in reason:
         reason = "it is no pickle of plain data"
     return (
-        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
-        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
-        "copy the file again from where it was saved."
+        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, damaged or of "
+        "something else. Nothing has been loaded. Load another checkpoint, or copy it again."
     )
 
 
@@ -134,9 +127,6 @@ def _numpy_globals() -> list[Any]:
     ]
     dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
     return [*named_reducers, np.ndarray, np.dtype, *sorted(dtype_classes, key=str)]
-
-
-# ------------------------------------------------------------------------- writing
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:
@@ -257,19 +247,17 @@ def _check_no_placeholders(obj: Any, text: str) -> None:
 def _check_only_tensors(state_dict: Any, remedy: str) -> None:
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
-            f"Weights were to be saved, but this is {shown(state_dict)}, and files of weights "
-            f"hold a dict of tensors. Give one, or use {remedy}."
+            f"Weights were to be saved as a dict of tensors, but this is {shown(state_dict)}. Give "
+            f"one, or use {remedy}."
         )
     other_names = [n for n, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other_names:
         raise ConfigError(
-            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} "
-            f"cannot be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor, "
-            f"and files of weights hold nothing else. Leave it out, or use {remedy}."
+            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} cannot "
+            f"be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor. Leave it "
+            f"out, or use {remedy}."
         )
 
-
-# ------------------------------------------------------------------------- names
 
 # A second model's is ``model_1.safetensors``, and so on; a second process's ``sampler_rank1.bin``.
 SAFE_WEIGHTS = "model.safetensors"
@@ -336,9 +324,6 @@ def numbers_by_kind(folder: Path) -> dict[str, frozenset[int]]:
     return {kind: frozenset(n for found_kind, n in found if found_kind == kind) for kind in _PARTS}
 
 
-# ------------------------------------------------------------------------- what was left out
-
-
 def write_left_out(folder: Path, names_by_model: Mapping[int, Collection[str]]) -> None:
     """Note names of what a checkpoint has left out, by number of the model."""
     content = {str(number): sorted(names) for number, names in names_by_model.items()}
@@ -358,7 +343,7 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
             for number, names in content["frozen_parameters_left_out"].items()
         },
         "the names of the frozen parameters that were left out. Nothing has been loaded. Load "
-        "another checkpoint, or copy the file again from where it was saved.",
+        "another checkpoint, or copy it again.",
     )
     return noted
 

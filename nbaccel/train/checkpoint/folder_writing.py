@@ -63,7 +63,12 @@ def write_manifest(folder: Path, part_entry: Mapping[str, Any] | None = None) ->
     own_paths = [path for path in folder.iterdir() if files.is_checkpoint_part(path.name)]
     inner_paths = [path for own_path in own_paths for path in own_path.rglob("*")]
     paths = sorted(path for path in (*own_paths, *inner_paths) if path.is_file())
-    entries = {path.relative_to(folder).as_posix(): _manifest_entry(path) for path in paths}
+    entries: dict[str, dict[str, int | str]] = {}
+    for path in paths:
+        entry = entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size}
+        # Archives have a CRC per record, so a hash would read all weights once more for nothing.
+        if path.suffix != ".distcp" and not is_archive(path):
+            entry["xxh3"] = digest(path)
     manifest_path = folder / files.MANIFEST_FILE
     manifest: dict[str, Any] = {"version": 1, "files": entries}
     if part_entry is not None:
@@ -93,13 +98,6 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
     return recorded
 
 
-def _manifest_entry(path: Path) -> dict[str, int | str]:
-    entry: dict[str, int | str] = {"bytes": path.stat().st_size}
-    # Archives have a CRC per record, so a hash would read all weights once more for nothing.
-    has_own_checksum = is_archive(path) or path.suffix == ".distcp"
-    return entry if has_own_checksum else {**entry, "xxh3": digest(path)}
-
-
 _PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
 
 
@@ -122,9 +120,17 @@ def new_checkpoint(
     partial_folder = target.with_name(f".{target.name}.partial-{token}")
     text = f"save_state({str(target)!r})"
     with contextlib.ExitStack() as claims:
-        made_folder = _make_partial_folder(
-            target, partial_folder, place, collectives, series, claims
-        )
+        # Made once per file system.
+        made_folder = place.is_main
+        with all_succeed(collectives, text):
+            if made_folder:
+                _prepare_target(target, partial_folder, series, claims)
+        if place.world_size > place.local_world_size:
+            with all_succeed(collectives, text):
+                # A node that does not see process 0's folder has a file system of its own.
+                if place.is_local_main and not partial_folder.exists():
+                    made_folder = True
+                    _prepare_target(target, partial_folder, series, claims)
         try:
             disks = FolderDisks.find(place, collectives, made_folder=made_folder)
             disks.tell(target, sharder)
@@ -146,32 +152,7 @@ def new_checkpoint(
 
 
 def _waiting_name(target: Path) -> Path:
-    """Where a folder of that name waits until the new one is in place."""
     return target.with_name(f".{target.name}.old")
-
-
-def _make_partial_folder(
-    target: Path,
-    partial_folder: Path,
-    place: Place,
-    collectives: Collectives,
-    series: bool,
-    claims: contextlib.ExitStack,
-) -> bool:
-    """Make and claim the partial folder, once per file system; returns whether this process did."""
-    text = f"save_state({str(target)!r})"
-    makes_folder = place.is_main
-    with all_succeed(collectives, text):
-        if makes_folder:
-            _prepare_target(target, partial_folder, series, claims)
-    if place.world_size == place.local_world_size:
-        return makes_folder
-    with all_succeed(collectives, text):
-        # A node that does not see process 0's folder has a file system of its own to write to.
-        if place.is_local_main and not partial_folder.exists():
-            makes_folder = True
-            _prepare_target(target, partial_folder, series, claims)
-    return makes_folder
 
 
 def _prepare_target(
@@ -202,12 +183,9 @@ def _check_target(target: Path) -> None:
     if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
         refused_kind = "a mount point" if target.is_mount() else "the working folder"
         raise ConfigError(
-            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
-            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
+            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step. "
+            f"Give a folder in it: {str(target / 'checkpoint')!r}."
         )
-
-
-# ------------------------------------------------------------------------- the step
 
 
 def _rename_into_place(partial_folder: Path, target: Path) -> None:
@@ -230,7 +208,6 @@ def _rename_into_place(partial_folder: Path, target: Path) -> None:
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
-    """Let the user's own files move over, then delete the old checkpoint."""
     for old_path in old_folder.iterdir():
         if not files.is_checkpoint_part(old_path.name) and not os.path.lexists(
             new_folder / old_path.name
@@ -266,9 +243,6 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
-# ------------------------------------------------------------------------- all or none
-
-
 @contextlib.contextmanager
 def all_succeed(
     collectives: Collectives, text: str, *, written_to: Path | None = None
@@ -293,13 +267,10 @@ def all_succeed(
         raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
     free_space = format_bytes(shutil.disk_usage(written_to).free)
     raise CheckpointFailed(
-        f"{text} failed. {failures} The new checkpoint has been "
-        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
-        "Remove the cause, or give a folder on another disk, and save again."
+        f"{text} failed. {failures} The new checkpoint has been removed, and an earlier one of "
+        f"this name is unchanged. {free_space} are free there. Remove the cause, or give a folder "
+        "on another disk."
     ) from error
-
-
-# ------------------------------------------------------------------------- whose disks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,9 +342,8 @@ class FolderDisks:
 _tell_once = functools.cache(lambda text: write_notice(f"{text}\n"))
 
 _SHARDS_TEXT = (
-    "Weights and optimizer are in shards, so what a host has is only a part: training can go on "
-    "from it with {} processes on the same hosts in the same order. With another number, or "
-    "without one of these hosts, it cannot be loaded. Give a folder that all hosts see, or "
+    "Weights and optimizer are in shards, so a host has only a part, which needs {} processes on "
+    "the same hosts in the same order to go on from. Give a folder that all hosts see, or "
 )
 _CONSEQUENCES = {
     "": "Start them on the same hosts to go on from it, or give a folder that all hosts see.",
@@ -384,9 +354,6 @@ _CONSEQUENCES = {
     '{{"use_node_local_storage": true}}.',
 }
 """By the kind of shards; none where a checkpoint is whole."""
-
-
-# ------------------------------------------------------------------------- what is whole
 
 
 def send_to_writers(
@@ -433,9 +400,6 @@ def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any
     return map_tensors(map_one, tree)
 
 
-# ------------------------------------------------------------------------- one host's part
-
-
 def ranks_of_part(folder: Path) -> tuple[int, ...]:
     """The ranks whose shards a checkpoint has, if it is one host's part; empty otherwise."""
     return tuple(_part_entry(folder).get("ranks", ()))
@@ -454,10 +418,9 @@ def check_is_own_part(folder: Path, place: Place) -> None:
     raise ConfigError(
         f"The checkpoint {str(folder)!r} has only the shards of rank {number_ranges(ranks)} of "
         f"{len(host_names)}, and this is rank {place.rank} of {place.world_size} on "
-        f"{socket.gethostname()}: it was saved without a shared disk, and the other shards were "
-        f"written on {', '.join(other_hosts)}. Nothing has been loaded. Start {len(host_names)} "
-        f"processes as then ({counts}, in this order), or load a checkpoint that was saved in a "
-        "folder that all hosts see, or whole."
+        f"{socket.gethostname()}: the other shards were written on {', '.join(other_hosts)}. "
+        f"Nothing has been loaded. Start {len(host_names)} processes as then ({counts}, in this "
+        "order), or load a checkpoint that was saved where all hosts see it, or whole."
     )
 
 

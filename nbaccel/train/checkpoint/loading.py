@@ -36,15 +36,8 @@ from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import files
+from nbaccel.train.checkpoint import files, folder_writing
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
-from nbaccel.train.checkpoint.folder_writing import (
-    all_succeed,
-    check_is_own_part,
-    find_checkpoint,
-    ranks_of_part,
-    read_manifest,
-)
 from nbaccel.train.checkpoint.saving import CheckpointParts, trained_by_name, uncompiled_name
 from nbaccel.train.collectives import Collectives
 
@@ -82,26 +75,26 @@ def load_state(
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
     read_options = {"map_location": device, **(load_kwargs or {})}
-    with all_succeed(collectives, text):
-        source_folder = find_checkpoint(Path(folder))
+    with folder_writing.all_succeed(collectives, text):
+        source_folder = folder_writing.find_checkpoint(Path(folder))
         if parts.sharder is not None:
-            check_is_own_part(source_folder, place)
+            folder_writing.check_is_own_part(source_folder, place)
         check_contents(source_folder, parts, with_models=not hooks)
         load = _CheckpointLoad(source_folder, parts, place, read_options, device, options)
         damaged = load.damaged_files()
     try:
         # Two exchanges, because a damaged file must not even be read for comparison.
         _judge_together(collectives, text, damaged, [])
-        with all_succeed(collectives, text):
+        with folder_writing.all_succeed(collectives, text):
             damaged, unfit = load.check(with_models=not hooks)
         _judge_together(collectives, text, damaged, unfit)
         # Around `all_succeed`: if another process failed, this one undoes its part, too.
         with contextlib.ExitStack() as undoing:
-            with all_succeed(collectives, text):
+            with folder_writing.all_succeed(collectives, text):
                 load.run_hooks(hooks)
                 load.load_small_states(undoing)
             undoing.pop_all()
-        with all_succeed(collectives, text):
+        with folder_writing.all_succeed(collectives, text):
             load.load_large_parts()
         return load.step
     finally:
@@ -112,7 +105,6 @@ def load_state(
 def _judge_together(
     collectives: Collectives, call_text: str, damaged: list[str], unfit: list[str]
 ) -> None:
-    """Raise the problems of all processes, the same on all."""
     answers = collectives.answers(f"{call_text}: all files read", [damaged, unfit])
     for position, error_class in enumerate((CheckpointDamaged, ConfigError)):
         # Several processes may find the same problem in a common file: it is reported once.
@@ -129,7 +121,10 @@ def _read_device(map_location: str | None, place: Place) -> torch.device:
     return place.device if map_location == "on_device" else torch.device("cpu")
 
 
-# ------------------------------------------------------------------------- is all there?
+_SHARD_REMEDIES = {
+    "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
+    "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
+}
 
 
 def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = True) -> None:
@@ -143,7 +138,11 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     expected: list[tuple[str, int, frozenset[int]]] = []
     # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if others and not (own_shards or there["model"]) and (parts.models or parts.optimizers):
-        mistakes += [_foreign_shards(text, kind, len(there[kind])) for kind in others]
+        mistakes += [
+            f"{text} has {count_noun(len(there[kind]), 'model')} in shards, which this run's "
+            f"strategy cannot put together. Load it {_SHARD_REMEDIES[kind]}."
+            for kind in others
+        ]
     else:
         if with_models:
             expected.append(("model", len(parts.models), there["model"] | own_shards))
@@ -156,34 +155,16 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     expected.append(("registered object", len(parts.custom), there["registered object"]))
     if parts.scaler is not None:
         expected.append(("scaler", 1, there["scaler"]))
-    mistakes += [
-        _count_mismatch(text, kind, numbers, num_expected)
-        for kind, num_expected, numbers in expected
-        if numbers != frozenset(range(num_expected))
-    ]
+    for kind, num_expected, numbers in expected:
+        if numbers != frozenset(range(num_expected)):
+            listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
+            mistakes.append(
+                f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
+                f"{'is' if num_expected == 1 else 'are'} to be loaded. Prepare and register the "
+                "same objects in the same order as when it was saved."
+            )
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _count_mismatch(text: str, kind: str, numbers: frozenset[int], num_expected: int) -> str:
-    listed = ", ".join(map(str, sorted(numbers)))
-    return (
-        f"{text} has {count_noun(len(numbers), kind)}{f' ({listed})' if listed else ''}, but "
-        f"{num_expected} {'is' if num_expected == 1 else 'are'} to be loaded. States would go to "
-        "the wrong ones, or be lost. Prepare and register the same objects in the same order as "
-        "when it was saved."
-    )
-
-
-def _foreign_shards(text: str, shard_kind: str, num_models: int) -> str:
-    remedies = {
-        "fsdp": "with FSDP as it was saved, or save it with state_dict_type='FULL_STATE_DICT'",
-        "deepspeed": "with DeepSpeed as it was saved, or take its weights: nbaccel to-fp32 DIR OUT",
-    }
-    return (
-        f"{text} has {count_noun(num_models, 'model')} in shards, one file per process. The "
-        f"strategy of this run cannot put them together. Load it {remedies[shard_kind]}."
-    )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -282,7 +263,7 @@ class _CheckpointLoad:
         self._damaged: list[str] = []
         self._recorded = {}
         try:
-            self._recorded = dict(read_manifest(self._folder))
+            self._recorded = dict(folder_writing.read_manifest(self._folder))
         except CheckpointDamaged as error:
             self._damaged += error.mistakes
         self._left_out = files.read_left_out(self._folder)
@@ -298,8 +279,6 @@ class _CheckpointLoad:
         self._small = list(self._find_small_states())
         self._loaders = dict(self._find_loaders())
         self._large = list(self._find_large())
-
-    # --------------------------------------------------------------------- what is there
 
     def _existing_file(self, *file_names: str) -> Path | None:
         """The first that exists, or that the manifest has: a deleted file is told as missing."""
@@ -348,7 +327,7 @@ class _CheckpointLoad:
         """A folder of which every process reads a part: a model, with an optimizer or without."""
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
-        ranks_there = ranks_of_part(self._folder)
+        ranks_there = folder_writing.ranks_of_part(self._folder)
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
@@ -460,8 +439,6 @@ class _CheckpointLoad:
         parts = (self._models.values(), self._optimizers, small, self._loaders.values())
         return [*itertools.chain(*parts), *self._large]
 
-    # --------------------------------------------------------------------- does it fit?
-
     def damaged_files(self) -> list[str]:
         """Problems of files; each file is read by one process of a node."""
         first_states = files.RANDOM_STATES_FILE.format(0)
@@ -505,8 +482,6 @@ class _CheckpointLoad:
         states = self._rng_states or (read_torch_file(first) if first is not None else {})
         self.step = states.get("step")
 
-    # --------------------------------------------------------------------- loading
-
     def run_hooks(self, hooks: Sequence[LoadHook]) -> None:
         """Run the hooks, and check the models that they leave against their files."""
         if not hooks:  # all have been compared
@@ -519,9 +494,9 @@ class _CheckpointLoad:
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
                 raise ConfigError(
-                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
-                    "which is to be loaded, and no load hook took it. Prepare the models that were "
-                    "saved, or register the hook that loads this one."
+                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, and "
+                    "no load hook took it. Prepare the models that were saved, or register its "
+                    "hook."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -540,11 +515,8 @@ class _CheckpointLoad:
             if number in self._loaders:
                 self._loaders[number].load()
             else:
-                _log.warning(
-                    "%s has no state of loader %d: it begins at its first epoch",
-                    self._folder,
-                    number,
-                )
+                text = "%s has no state of loader %d: it begins at its first epoch"
+                _log.warning(text, self._folder, number)
 
     def load_large_parts(self) -> None:
         """Weights, optimizers, registered models, gradients and random numbers; not undone."""
@@ -556,7 +528,6 @@ class _CheckpointLoad:
 
 
 def _registered_large(path: Path, target: nn.Module | Optimizer) -> _SavedPart:
-    """A registered model or optimizer, of which no second copy is kept."""
 
     def problem() -> str:
         if isinstance(target, Optimizer):
@@ -577,9 +548,6 @@ def _loader_problem(loader: Any, state: Any) -> str:
     elif not getattr(loader, "use_stateful_dataloader", False):
         return _state_problem(loader, state)
     return ""
-
-
-# ------------------------------------------------------------------------- does it fit?
 
 
 def _model_problem(
@@ -641,7 +609,6 @@ def _is_user_code(function: Any) -> bool:
 
 
 def _optimizer_problem(optimizer: Optimizer, saved_state: Any) -> str:
-    """What keeps a state from being loaded into an optimizer."""
     hooks = torch_private.has_state_loading_hooks(optimizer)
     if hooks or _is_user_code(type(optimizer).load_state_dict):
         return ""
@@ -676,7 +643,6 @@ def _shape_problem(optimizer: Optimizer, saved_state: Mapping[str, Any]) -> str:
 
 
 def _state_problem(item: Any, saved_state: Any) -> str:
-    """What keeps a state from being loaded into a scheduler, scaler or loader."""
     try:
         state = item.state_dict()
     except Exception:  # the user's own, which need not have a state before it has loaded one
@@ -695,13 +661,11 @@ def _describe_state(saved_state: Any) -> str:
 
 
 def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
-    """Why a model cannot do without values for parameters that were frozen when it was saved."""
     is_trained = trained_by_name(model)
     trained_names = sorted(name for name in names if is_trained.get(name, True))
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
-        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
-        f"{first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for what was frozen then, "
+        f"and the {type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
     )

@@ -111,8 +111,7 @@ def check_checkpointable(objects: Sequence[Any]) -> None:
         if missing:
             mistakes.append(
                 f"register_for_checkpointing: object {number}, a {type(registered).__name__}, has "
-                f"no {' and no '.join(missing)}, so it could be neither saved nor restored. Give "
-                "it both methods, or register an object that has them."
+                f"no {' and no '.join(missing)}, by which it is saved. Give it both methods."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -227,7 +226,6 @@ class _StateWriter:
         )
 
     def _on_writers(self, whole_state: Any) -> Any:
-        """A state that was gathered on process 0, on all processes that write it."""
         makers = [ranks[0] for ranks in self._disks.ranks_by_folder]
         return send_to_writers(whole_state, makers, self._collectives, what="save_state: weights")
 
@@ -278,9 +276,6 @@ class _StateWriter:
             step()
         except Exception as error:  # raised at the end of `write_all`, see the class
             self._met_errors.append(error)
-
-
-# ------------------------------------------------------------------------- frozen, left out
 
 
 def uncompiled_name(tensor_name: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from nbaccel.base.training_metrics import MetricHistory, Metrics, OuterLoop, ProgressBar
 from nbaccel.loops.metrics_reporter import ProgressBars, TrainingLoops
-from nbaccel.output.panel import live_html, words
+from nbaccel.output.panel import live_html
 from nbaccel.output.panel.curves import mean_points
 from nbaccel.output.panel.facts import (
     RankStatus,
@@ -309,7 +309,7 @@ def test_where_the_epochs_are_known_the_whole_training_is_told(way, epochs, batc
     assert left is not None
     assert left.of_what == ""
     assert left.seconds == pytest.approx(training.truly_left, rel=0.02, abs=1.0)
-    line = words.live_line(training.board)
+    line = live_html.live_line(training.board)
     assert f"epoch {epochs + 1} of 14, " in line
     assert " left · " in line
     assert f"step {epochs * BATCHES + batches} of {EPOCHS * BATCHES} (" in line
@@ -324,18 +324,18 @@ def test_what_lies_between_the_loops_counts_once_an_epoch_has_shown_it(way):
     assert left is not None
     assert left.seconds == pytest.approx(training.truly_left, rel=0.02)
     steps = EPOCHS * (BATCHES + EVALUATED)
-    assert f"step 85 of {steps} (" in words.live_line(training.board)
+    assert f"step 85 of {steps} (" in live_html.live_line(training.board)
 
 
 def test_without_a_number_of_epochs_it_says_what_is_left_of_what_and_never_less_than_nothing():
     training = Training()
     training.run(2, 5)
-    line = words.live_line(training.board)
+    line = live_html.live_line(training.board)
     assert "epoch 3, 8.0 s left in this epoch · step 45 (" in line
     named = Training(evaluates=True)
     named.run(1)
     named._loop("evaluation", EVALUATED, 2, 1.0)
-    line = words.live_line(named.board)
+    line = live_html.live_line(named.board)
     assert "evaluation, " in line
     assert " left in this loop" in line
 
@@ -344,18 +344,18 @@ def test_without_a_number_of_epochs_it_says_what_is_left_of_what_and_never_less_
     training.board.now += 60.0
     left = most_left(training.board.ranks.values(), training.board.now)
     assert left is None or left.seconds >= 0
-    assert "-" not in words.live_line(training.board)
+    assert "-" not in live_html.live_line(training.board)
 
     training = Training(bar=TqdmBar("", 100, done=40))
     training.run(1, 5)
-    assert "epoch 2, 8.0 s left in this epoch" in words.live_line(training.board)
+    assert "epoch 2, 8.0 s left in this epoch" in live_html.live_line(training.board)
 
 
 def test_of_bars_alone_the_outer_one_is_that_of_the_whole_and_epochs_have_their_name():
     def line(*bars: ProgressBar, outer: OuterLoop | None = None, whole: bool = False) -> str:
         board = RunBoard([0], began_at=0.0)
         board.receive(0, report(0.0, 0, bars=bars, outer=outer, bar_is_whole=whole))
-        return words.live_line(board)
+        return live_html.live_line(board)
 
     around = OuterLoop(total=14, done=2, done_s=20.0, round_s=0.0, done_steps=0, round_steps=0)
     epochs = ProgressBar(description="epochs", done="2", total="14", fraction=2 / 14, left_s=120.0)
@@ -409,7 +409,7 @@ def test_one_rank_that_draws_the_bar_tells_for_all():
             )
             board.receive(rank, message)
     board.now = 5.0
-    line = words.live_line(board)
+    line = live_html.live_line(board)
     assert "epoch 3 of 14, " in line
     assert "in this" not in line
 

@@ -11,11 +11,10 @@ from hypothesis import given, strategies as st
 
 from nbaccel.base.spent_time import SpentTime
 from nbaccel.base.training_metrics import Metrics, ProgressBar
-from nbaccel.output.panel import curves, live_html, words
+from nbaccel.output.panel import curves, live_html
 from nbaccel.output.panel.curves import ACCENT_COLOUR
 from nbaccel.output.panel.facts import RankStatus, RunBoard
-from nbaccel.output.panel.live_html import ADVICE_COLOUR
-from nbaccel.output.panel.words import advice_of, live_text
+from nbaccel.output.panel.live_html import ADVICE_COLOUR, advice_of, live_text
 from nbaccel.output.report import RunReport, facts_of
 from tests.html_reader import Html
 from tests.output.panel.finished import PLAN, final_html, final_line, report
@@ -123,7 +122,7 @@ def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_worst_have
     assert full.column("loss")[0] == "2"
     assert full.column("metrics")[0] == "lr 0.5"
     (found, _) = Page(both(board_of(2, doing="y" * 500))[0]).column("state")
-    assert found == "y" * (words.LINE_CHARS - 1) + "…"
+    assert found == "y" * (live_html.LINE_CHARS - 1) + "…"
 
     board = board_of(64)
     for rank in range(64):
@@ -132,7 +131,7 @@ def test_columns_that_nobody_fills_are_left_out_and_of_many_ranks_the_worst_have
     board.see([RankStatus(rank=63, state="failed", seconds=0.0, rss_bytes=GIB)])
     page = Page(both(board)[0])
     assert [row[0] for row in page.rows[1:3]] == ["63", "40"]
-    assert len(page.rows) == 1 + words.MOST_ROWS + 1
+    assert len(page.rows) == 1 + live_html.MOST_ROWS + 1
     assert page.rows[-1] == ["and 56 more ranks: running · steps 500 to 502 · 1.0 GiB"]
 
 
@@ -147,13 +146,13 @@ def test_states_memory_and_what_is_left_are_told_where_they_say_something():
     page = Page(both(board)[0])
     assert page.column("memory of 24.0 GiB") == ["1.0 GiB"]
     assert page.column("on device") == ["3.0 GiBof 15.0 GiB"]
-    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in words.live_text(board)
+    assert "1.0 GiB of 24.0 GiB, on the device 3.0 GiB of 15.0 GiB" in live_html.live_text(board)
 
     board = board_of(2)
     for rank in (0, 1):
         for batches in (0, 5, 10):
             board.receive(rank, loop_message(batches))
-    assert words.live_line(board) == (
+    assert live_html.live_line(board) == (
         "2 ranks · 12.0 s · epoch 3, 30.0 s left in this epoch · step 10 (1/s) · 8 samples/s"
     )
     board.ending = "failed"
@@ -214,11 +213,11 @@ def test_metrics_beyond_those_that_are_reported_are_named():
     message = report(2.0, 2, {"loss": 1.0}, num_left_out=1, left_out=("<b>",))
     board.receive(0, message)
     said = "1 more metric is not drawn (the first 2 are): <b>"
-    assert words.left_out_sentence(board) == said
+    assert live_html.left_out_sentence(board) == said
     assert all(said in Page(page).text for page in both(board))
     board.receive(1, replace(message, num_left_out=1_200, left_out=("a", NASTY)))
     said = "1,200 more metrics are not drawn (the first 1 are): a, </td><script>alert(1)</…, …"
-    assert words.left_out_sentence(board) == said
+    assert live_html.left_out_sentence(board) == said
     assert all(said in Page(page).text for page in both(board))
 
 
@@ -231,7 +230,7 @@ def test_progress_is_a_bar_with_words_above_bars_and_lines_drawn_in_place():
     assert page.column("progress") == ["75 %epoch 3, 30 of 40", "50 %epoch 3, 20 of 40"]
     assert "width:75.0%" in html
     assert "step" not in page.rows[0], "the words say how far it is"
-    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in words.live_text(board)
+    assert "[0-1] running · epoch 3, 50 % (20 of 40) · 1.0 GiB" in live_html.live_text(board)
 
     bars = (
         ProgressBar(description="files", fraction=0.1, done="1", total="10"),
@@ -315,7 +314,7 @@ def test_where_the_time_goes_is_a_bar_with_words_and_who_holds_up_is_named():
     assert "waiting for others 25 %" in live
     assert "Rank 1 holds the others up" in final, "what stays has the times rank by rank"
     assert "waited for rank 1" in final_line(board)
-    assert "waited for rank" not in words.live_line(board)
+    assert "waited for rank" not in live_html.live_line(board)
 
 
 def trained_board(

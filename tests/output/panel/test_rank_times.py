@@ -5,7 +5,7 @@ import random
 import pytest
 
 from nbaccel.base.spent_time import SpentTime
-from nbaccel.output.panel.rank_times import TimeComparison
+from nbaccel.output.panel.facts import TimeComparison
 
 
 def test_the_parts_add_up_to_the_total():
