@@ -160,7 +160,7 @@ class Group:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 member.channel.send(assignment, fds)
 
-    def _start_worker(self, rank: int) -> None:
+    def _start_worker(self, rank: int) -> WorkerHandle:
         channel, pipes, worker_ends = connect()
         starter = self._starter
         with memfd.closing_files(*worker_ends):
@@ -182,6 +182,7 @@ class Group:
         if isinstance(starter, ForkStarter):
             # A fork of the next worker would inherit this descriptor and keep it open.
             starter.ours.append(member.sentinel)
+        return member
 
     def collect(self) -> Sequence[tuple[WorkerHandle, messaging.Ended]]:
         """Workers that have ended since the last call."""
