@@ -466,8 +466,8 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             raise UnsafeMoment(
                 f"{type(model).__name__}.{method_name}{args} cannot move the model: "
                 f"{len(moved_out)} of its weights ({first_few(moved_out, 2)}) are in host memory "
-                "or on disk. Load it with another device_map, or call "
-                "remove_hook_from_submodules(model) first."
+                "or on disk, and only brought in when they are used. Load it with another "
+                "device_map, or call remove_hook_from_submodules(model) first."
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "

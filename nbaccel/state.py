@@ -164,8 +164,8 @@ class ProcessInfo:
             return True
         if number is None or not 0 <= number < count:
             raise ConfigError(
-                f"{name}={number!r} names no process: there are {count}. Give a number from 0 to "
-                f"{count - 1}."
+                f"{name}={number!r} names no process: there are {count}. The function would run "
+                f"nowhere. Give a number from 0 to {count - 1}."
             )
         return number == own_number
 
@@ -386,8 +386,9 @@ class AcceleratorState(PartialState):
             if (newest := _newest_accelerator()) is None:
                 raise ConfigError(
                     f"AcceleratorState(place={place}, collectives={collectives}) has nothing to "
-                    "describe: no Accelerator has been made in this process. Make one first, or "
-                    "use PartialState() for its number and device."
+                    "describe: no Accelerator has been made in this process. Make one first "
+                    "(accelerator = Accelerator()), or use PartialState() for this process's "
+                    "number and device."
                 )
             self.__dict__.update(vars(newest.state))
             return
@@ -445,8 +446,8 @@ class AcceleratorState(PartialState):
     def _require_plugins(self) -> Any:
         if self._deepspeed_plugins is None:
             raise ConfigError(
-                f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}. "
-                "Give Accelerator(deepspeed_plugins={...})."
+                f"There are no DeepSpeed plugins in a run of type {self.distributed_type.value}: "
+                "none can be named. Give Accelerator(deepspeed_plugins={...})."
             )
         return self._deepspeed_plugins
 

@@ -243,7 +243,8 @@ def _accumulation_settings(
         if text and not (text.isdecimal() and int(text)):
             raise ConfigError(
                 f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
-                "whole number of at least 1. Correct or unset it."
+                "whole number of at least 1: the number of batches in one optimizer step. Correct "
+                "or unset it."
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
@@ -299,7 +300,8 @@ def _merge_precision(
         return settings_request.mixed_precision, "config"
     raise ConfigError(
         f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
-        f"{settings_request.mixed_precision!r}. Leave one out{settings_request.remedy}."
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
     )
 
 
@@ -309,8 +311,8 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin. Give "
-            "TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
+            "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:
         raise _two_given(f"dynamo_backend={backend!r}", f"dynamo_plugin={plugin}")
@@ -330,8 +332,9 @@ def refuse_unserved(given: Mapping[str, Any]) -> None:
     for name, meaning in _UNSERVED_ARGUMENTS.items():
         if given[name] is not None:
             raise PlatformUnsupported(
-                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version does not "
-                "support. Leave it out, and use fsdp_plugin for models too big for one device."
+                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version of "
+                "nbaccel does not support; training without it would be something else. Leave it "
+                "out, and use fsdp_plugin for models too big for one device."
             )
 
 

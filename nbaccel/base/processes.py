@@ -147,7 +147,8 @@ def listen(
             raise
         raise PortTaken(
             f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} "
-            f"could not find each other there. Leave {setting} out to take a free port.",
+            f"could not find each other there. Leave {setting} out: a free port is found and "
+            "reserved.",
             port=port,
         ) from error
     return listener

@@ -88,7 +88,8 @@ QUANTIZED_LOADING = LaterPart(
 )
 DEEPSPEED_INTERNALS = LaterPart(
     "the inside of Accelerate's DeepSpeed",
-    "Use prepare of an Accelerator with a deepspeed_plugin, and accelerator.deepspeed_config",
+    "Use prepare of an Accelerator with a deepspeed_plugin; its configuration is "
+    "accelerator.deepspeed_config",
 )
 FSDP_INTERNALS = LaterPart(
     "the inside of Accelerate's FSDP",
@@ -194,6 +195,7 @@ def _stand_in_magic(line: str, text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
     name = "%accelerate" if text is None else "%%accelerate"
     raise UserMistake(
-        f"{name} is a magic of nbaccel's extension, which `import nbaccel` alone does not bring. "
-        "Run %load_ext nbaccel in a cell of its own, then this cell again."
+        f"{name} is a magic of nbaccel's extension, which this notebook has not loaded: "
+        "`import nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, "
+        "then this cell again."
     )

@@ -227,7 +227,8 @@ def storage_use_count(storage: torch.UntypedStorage) -> int | None:
         # Not in silence: values would be old ones.
         warnings.warn(
             f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
-            "share memory with a model passed to workers are not noticed, and keep old values.",
+            "share memory with a model passed to workers are not noticed, and keep the old values "
+            "when the model is moved to shared memory.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -107,7 +107,8 @@ def forget_accelerate() -> None:
         if reset is None:
             raise PlatformUnsupported(
                 f"This version of Accelerate has no {name}._reset_state: workers would take over "
-                "the notebook's. Restart the kernel and create no Accelerator, or use 1.15."
+                "what the notebook's Accelerator found, a process alone. Restart the kernel and "
+                "create no Accelerator before the launch, or use accelerate 1.15."
             )
         reset(*arguments)
 

@@ -110,8 +110,9 @@ def publishing(folder: Path, num_bytes: int, pattern: str = FILE_PATTERN) -> Ite
         if isinstance(error, NbaccelError) or not is_of_disk:
             raise
         raise CheckpointFailed(
-            f"Writing weights to {folder} failed: {error}. What was there before is as it was; "
-            f"{format_bytes(free_bytes(folder))} are free. Remove the cause or give another folder."
+            f"Writing weights to {folder} failed: {error}. What was there before is as it "
+            f"was, and what was written is gone; {format_bytes(free_bytes(folder))} are free. "
+            "Remove the cause, or give a folder on another disk."
         ) from error
 
 

@@ -114,8 +114,8 @@ def load_checkpoint_in_model(
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} leaves weights on disk, and no offload_folder "
-            "was given, by which dispatch_model finds them. Give it, or use "
-            "load_checkpoint_and_dispatch, which needs none."
+            "was given: a later dispatch_model would not know where they are. Give offload_folder, "
+            "or use load_checkpoint_and_dispatch, which needs none."
         )
     if broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1:
         _load_from_first_rank(model, checkpoint, strict=strict)
@@ -144,8 +144,9 @@ def fill_model(
     unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
     if needs_mapping and unmapped:
         raise ConfigError(
-            f"{', '.join(unmapped)} was written by torch before version 1.6 and must be read as a "
-            "whole: weights of it cannot stay on disk. Load it with torch.load and save it again."
+            f"{', '.join(unmapped)} was written by torch before version 1.6, in a format that must "
+            "be read as a whole: weights of it cannot stay on disk. Load it with torch.load and "
+            "save it again, best with save_model of an Accelerator (safetensors)."
         )
     empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
@@ -341,13 +342,15 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
         return
     if not isinstance(device_map, Mapping):
         raise ConfigError(
-            f"device_map={device_map!r} is no mapping from modules' names to devices. Give "
-            "infer_auto_device_map(model), or call load_checkpoint_and_dispatch, which takes names."
+            f"device_map={device_map!r} says of no module where it goes: this function needs a "
+            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
+            "load_checkpoint_and_dispatch, which also takes a name."
         )
     if sharded_name is not None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
-            "in shards, which are where the strategy put them. Leave device_map out."
+            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
+            "out."
         )
 
 
@@ -543,8 +546,9 @@ def _agree_on_receiving(
         if problems:
             raise ConfigError(
                 f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
-                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Prepare the same "
-                "model in all processes first, or leave broadcast_from_rank0 out."
+                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
+                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
+                "each process reads its part from the file."
             )
 
 

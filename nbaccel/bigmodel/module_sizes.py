@@ -247,7 +247,8 @@ def _known_owner(tensor_name: str, names: Collection[str]) -> str:
     owner = owner_in(tensor_name, names)
     if owner is None:
         raise ConfigError(
-            f"Neither {tensor_name!r} nor a module around it is in {list(names)[:8]}. Add one."
+            f"Neither {tensor_name!r} nor a module around it is in {list(names)[:8]}: where it "
+            "belongs is not known. Add one of them there."
         )
     return owner
 

@@ -500,9 +500,9 @@ def conclude_call(
     if receiver is not None:
         # Both compare with the notebook's old values, which `apply` overwrites.
         lines += [
-            f"The notebook wrote to {path} while the workers used it (from another thread?), so "
-            "they may have trained on a mixture of old and new values. Let that thread wait until "
-            "the launch is over, or give it a copy."
+            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
+            "saw the new values wherever they had not written themselves, so they may have trained "
+            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
             for path in receiver.disturbed()
         ]
         lines += receiver.differing(reports).values()
@@ -538,7 +538,7 @@ def conclude_call(
 def _weights_lines(report: WeightReport) -> list[str]:
     lines = [
         f"The trained weights of {path} do not fit the notebook's module ({reason}), so it is as "
-        f"it was. They are in results.state_dicts[{path!r}]."
+        f"it was. They are in the results: results.state_dicts[{path!r}]."
         for path, reason in report.stranded.items()
     ]
     lines += [

@@ -38,14 +38,15 @@ def resume_folder(plan: Plan, function: Callable[..., Any]) -> Path | None:
     if config.num_nodes > 1:
         raise ConfigError(
             f"resume={config.resume!r} with num_nodes={config.num_nodes}: notebooks that meet stop "
-            "in no common step. Leave it out, and call accelerator.save_state."
+            "each on its own, in no common step, so there is nothing to go on from. Leave it out, "
+            "and call accelerator.save_state."
         )
     if config.resume != RESUME_HERE:
         return Path(config.resume).absolute()
     if engine_row(plan.engine).runs_on_hosts:
         raise ConfigError(
-            f"resume=True with engine={plan.engine!r}: other hosts do not find what is kept on "
-            "this one. Give a folder that all hosts see."
+            f"resume=True with engine={plan.engine!r}: what is kept would lie on this host, where "
+            "the other hosts' workers do not find it. Give a folder that all hosts see."
         )
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     if name not in _FOLDERS:

@@ -135,7 +135,8 @@ def _of_several_ranks(
         return "", (
             "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
             "its weights with all ranks when it runs: all ranks must run the same modules, in the "
-            "same order (an expert without rows gets an empty batch). Or use ZeRO stage 2."
+            "same order and equally often. Run every module on every rank (an expert without rows "
+            "gets an empty batch), or use ZeRO stage 2."
         )
     return "", ""
 
@@ -146,9 +147,9 @@ def _stuck_error(
     ranks = ", ".join(str(member.rank) for member in result.stuck)
     stacks = "".join(f"\n{m.stack_text.strip()}" for m in result.stuck if m.stack_text)
     return errors.StartupFailed(
-        f"Worker {ranks} of {world_size} was forked but never ran: it hangs on a lock that a "
-        f"thread of the notebook held at the fork.{stacks}\nUse start_method='template', whose "
-        "workers do not come from the notebook process.",
+        f"Worker {ranks} of {world_size} was forked but never ran: it hangs on something that the "
+        f"fork copied in a locked state (a thread of the notebook held it).{stacks}\nUse "
+        "start_method='template', whose workers do not come from the notebook process.",
         failures=tuple(records),
     )
 

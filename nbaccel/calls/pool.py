@@ -632,8 +632,8 @@ class Pool:
 def _source_of(text: str) -> CellSource:
     if not isinstance(text, str):
         raise errors.WrongArguments(
-            f"Pool.run takes a cell's code as text: got {shown(text)}. Give text, or "
-            "pool.call(function, ...) for a function."
+            f"Pool.run takes a cell's code as text: got {shown(text)}. There is nothing to "
+            "parse. Give text, or pool.call(function, ...) for a function."
         )
     # Equal code gets an equal name, so that linecache does not grow with each call.
     name = f"<pool code {abs(hash(text)):x}>"

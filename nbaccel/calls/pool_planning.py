@@ -41,7 +41,8 @@ def plan_pool(config: RunConfig) -> Plan:
         )
     if config.start_method == "inline":
         mistakes.append(
-            'start_method="inline" has no workers. Run it in an ordinary cell, or use "template".'
+            'start_method="inline" has no workers: the code would run in this very process. Run it '
+            'in an ordinary cell, or use "template".'
         )
     if config.max_restarts:
         mistakes.append(
@@ -67,7 +68,8 @@ def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]
     if unknown_ranks or not ranks:
         raise ConfigError(
             f"ranks={list(ranks)}: this pool has {count_noun(num_processes, 'worker')}, "
-            f"numbered from 0 to {num_processes - 1}. Name some of these, or leave ranks out."
+            f"numbered from 0 to {num_processes - 1}. A cell that runs nowhere would do "
+            "nothing; name some of these, or leave ranks out for all."
         )
     return tuple(dict.fromkeys(ranks))
 

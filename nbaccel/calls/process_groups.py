@@ -203,9 +203,10 @@ class ProcessGroups:
         joined = str(dist.get_backend_config())
         if backend is not None and backend not in joined:
             raise ConfigError(
-                f"init_process_group({backend!r}): this worker is in a process group over {joined} "
-                "already. Leave the call out, call dist.destroy_process_group() on all ranks "
-                "first, or use dist.new_group for another backend."
+                f"init_process_group({backend!r}): this worker is in a process group over "
+                f"{joined} already, and there can be no second default group. Leave "
+                "the call out, call dist.destroy_process_group() on all ranks first, or use "
+                "dist.new_group for another backend."
             )
 
     @contextlib.contextmanager
@@ -312,8 +313,9 @@ def _even_out(module: nn.Module) -> bool:
         return True
     if len({len(fact) for fact in facts}) > 1:
         raise RuntimeError(
-            f"The ranks have {', '.join(str(len(fact)) for fact in facts)} optimizers for this "
-            "model. Run the cell again that makes the optimizer, on all ranks."
+            f"The ranks have {', '.join(str(len(fact)) for fact in facts)} "
+            "optimizers for this model, so their states cannot be compared. Run the cell again "
+            "that makes the optimizer, on all ranks."
         )
     states: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
     dist.broadcast_object_list(states, src=0)

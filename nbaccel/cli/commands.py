@@ -77,7 +77,10 @@ def _export(
     from nbaccel.cli.script_making import make_script, read_notebook
 
     if to not in _TARGETS:
-        raise ConfigError(f"--to must be one of {', '.join(_TARGETS)}: got {to!r}.")
+        raise ConfigError(
+            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
+            "Leave it out for nbaccel launch."
+        )
     notebook_path = Path(notebook)
     # As the name of a script that can be imported: no blanks and dashes.
     stem = re.sub(r"\W", "_", notebook_path.stem)
@@ -87,8 +90,9 @@ def _export(
         compile(made_script.text, "script", "exec")
     except SyntaxError as error:
         raise ConfigError(
-            f"The script would not run: line {error.lineno}: {error.msg}: got {error.text!r}. Put "
-            "what the function needs into cells with the tag export."
+            f"The script would not run: line {error.lineno}: {error.msg}: got "
+            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
+            "into cells with the tag export."
         ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.
@@ -160,7 +164,10 @@ def _files(
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
-        raise ConfigError(f"{', '.join(already)} would be replaced. Give --overwrite or --output.")
+        raise ConfigError(
+            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
+            "--overwrite, or another --output."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:
         atomic.write_text(folder / exported_file.name, exported_file.text)

@@ -122,7 +122,10 @@ def _import(
     from nbaccel.config.config_files import accelerate_path, load_config_file
 
     if source is None and not accelerate_path().is_file():
-        raise ConfigError(f"Accelerate has no configuration file {accelerate_path()}. Give one.")
+        raise ConfigError(
+            f"Accelerate has no configuration file {accelerate_path()}. There is nothing to take "
+            "over. Give the path of one."
+        )
     console = _console()
     loaded = load_config_file(source or accelerate_path())
     _show_mapped(console, loaded)
@@ -155,7 +158,8 @@ def _existing_file(config_file: Path | None) -> Path:
     path = _file_path(config_file)
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration file {path}. Run nbaccel config, or give --config_file."
+            f"There is no configuration file {path}. Without one every launch takes the defaults. "
+            "Write one with nbaccel config, or give --config_file."
         )
     return path
 
@@ -190,7 +194,8 @@ def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) ->
         return Confirm.ask("Replace it?", console=console, default=False)
     except EOFError as error:
         raise ConfigError(
-            f"{path} is there already, with nobody to ask. Give --overwrite, or --config_file."
+            f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
+            "--overwrite, or another --config_file."
         ) from error
 
 

@@ -84,8 +84,9 @@ def ask_config(
             questions.ask(*(column.strip() for column in line.split("|")))
     except EOFError as error:
         raise ConfigError(
-            f"The input has ended with questions left, after {len(questions.settings())} answers. "
-            "Nothing was written. Run it in a terminal, or use nbaccel config default."
+            f"The input has ended with questions left; {len(questions.settings())} settings were "
+            "answered. Nothing was written. Run nbaccel config in a terminal, or use nbaccel "
+            "config default."
         ) from error
     config = RunConfig(**questions.settings())
     try:

@@ -111,7 +111,10 @@ def _read_script(
     from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
-        raise ConfigError(f"-m and --no-python contradict each other: {target!r}. Leave one out.")
+        raise ConfigError(
+            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
+            "program. Leave one of them out."
+        )
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)
@@ -121,7 +124,8 @@ def _check_script(script: Script, *, is_given: bool) -> None:
     target = script.target
     if not is_given:
         raise ConfigError(
-            f"{target} must be given: got nothing. Write nbaccel launch [options] script.py [...]."
+            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
+            "[options] script.py [its arguments]."
         )
     if script.kind == "module":
         top_name = target.partition(".")[0]
@@ -130,15 +134,15 @@ def _check_script(script: Script, *, is_given: bool) -> None:
         if found is None and top_name not in sys.builtin_module_names:
             raise ConfigError(
                 f"-m {target!r}: there is no module {top_name!r} here or among the installed "
-                f"packages. Start where it can be imported: now {Path.cwd()}."
+                f"packages. Nothing would run. Start where it can be imported: now {Path.cwd()}."
             )
     elif script.kind == "program" and shutil.which(target) is None:
         raise ConfigError(
-            f"--no-python {target!r}: there is no such program. Give its path, or leave "
-            "--no-python out for a Python script."
+            f"--no-python {target!r}: there is no such program. Nothing would run. Give its "
+            "path, or leave --no-python out for a Python script."
         )
     elif script.kind == "file" and not Path(target).exists():
         raise ConfigError(
-            f"{target!r} is not there: looked for it in {Path.cwd()}. Give the path of the script, "
-            "after all options and before its own arguments."
+            f"{target!r} is not there: looked for it in {Path.cwd()}. Nothing would run. Give the "
+            "path of the script, after all options and before its own arguments."
         )

@@ -151,7 +151,8 @@ class _OptionReader:
         if setting_name in self.settings and str(self.settings[setting_name]) != str(value):
             self.mistakes.append(
                 f"{flag} gives {setting_name}={value!r} and {self.flags[setting_name]} gives "
-                f"{self.settings[setting_name]!r}. Leave one of them out."
+                f"{self.settings[setting_name]!r}: one would silently override the other. Leave "
+                "one of them out."
             )
             return
         self.settings[setting_name] = value
@@ -179,7 +180,8 @@ class _OptionReader:
         least_nodes, _, most_nodes = str(text).partition(":")
         if not least_nodes.isdecimal() or (most_nodes and not most_nodes.isdecimal()):
             self.mistakes.append(
-                f"--nnodes={text!r} is no number of machines. Write 2, or 1:2 for one or two."
+                f"--nnodes={text!r} is no number of machines: the launch waits for so many. "
+                "Write 2, or 1:2 for at least one and at most two."
             )
             return
         self._put("num_nodes", most_nodes or least_nodes, "--nnodes")
@@ -211,8 +213,9 @@ class _OptionReader:
             self._put("num_processes", None if is_open else total_text, flag)
         elif int(total_text) % int(node_count):
             self.mistakes.append(
-                f"{flag}={total_text} cannot be shared out over {node_count} machines, whose "
-                "workers it counts. Give a multiple, or --nproc-per-node for each machine."
+                f"{flag}={total_text} cannot be shared out over {node_count} machines: it "
+                "counts the workers of all of them, as after accelerate launch. Give a multiple, "
+                "or --nproc-per-node for each machine."
             )
         else:
             self._put("num_processes", int(total_text) // int(node_count), flag)
@@ -237,7 +240,8 @@ class _OptionReader:
             name, sign, value = assignment.partition("=")
             if not sign or not name:
                 self.mistakes.append(
-                    f"--env must be NAME=VALUE: got {assignment!r}. Write --env NCCL_DEBUG=INFO."
+                    f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
+                    "Write for example --env NCCL_DEBUG=INFO."
                 )
             else:
                 self._put_variable(name, value, "--env")
@@ -274,8 +278,10 @@ class _OptionReader:
         gpu_ids = str(given.get("gpu_ids") or "all").replace(" ", "")
         given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
         if len(given_flags) > 1:
-            flags = " and ".join(given_flags)
-            self.mistakes.append(f"{flags} choose devices twice. Leave one of them out.")
+            self.mistakes.append(
+                f"{' and '.join(given_flags)} choose devices twice: one would silently override "
+                "the other. Leave one of them out."
+            )
         elif gpu_ids != "all":
             self._choose_visible(gpu_ids.split(","), "--gpu-ids")
         elif filters:
@@ -300,8 +306,10 @@ class _OptionReader:
     def _choose_visible(self, numbers: list[str], flag: str) -> None:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
-            got = ",".join(numbers)
-            self.mistakes.append(f"{flag} must name devices by number: got {got!r}. Write 0,1.")
+            self.mistakes.append(
+                f"{flag} must name devices by number: got {','.join(numbers)!r}. Only these are "
+                "used. Give for example 0,1."
+            )
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
         if isinstance(variables, dict):  # the setting itself says what else is wrong
@@ -318,7 +326,8 @@ class _OptionReader:
         has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
         if not has_log_dir and any(redirects.values()):
             self.mistakes.append(
-                f"--redirects={given['redirects']!r} needs a folder. Give --log-dir DIR, too."
+                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
+                "lost. Give --log-dir DIR, too."
             )
         if not has_log_dir and any(tees.values()):
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
@@ -333,7 +342,7 @@ class _OptionReader:
         if not _STREAMS_TEXT.fullmatch(text):
             self.mistakes.append(
                 f"--{option_name} must be 0, 1 (stdout), 2 (stderr), 3 (both) or pairs such as "
-                f"0:3,1:2: got {text!r}."
+                f"0:3,1:2: got {text!r}. It says which streams it is about. Give 3 for both."
             )
             return {None: 0}
         parts = [part.rpartition(":") for part in text.split(",")]
@@ -344,7 +353,8 @@ class _OptionReader:
         if all(word.isdecimal() for word in words):
             return [int(word) for word in words]
         self.mistakes.append(
-            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Give for example 0,1."
+            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Only these are shown. "
+            "Give for example 0,1."
         )
         return []
 

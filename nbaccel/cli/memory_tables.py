@@ -49,8 +49,8 @@ def read_model(model_path: str, *, trust_remote_code: bool, library_name: str) -
     """Read a model's sizes."""
     if library_name != _KNOWN_LIBRARY:
         raise ConfigError(
-            f"library_name={library_name!r} is not supported, only transformers. Give a folder "
-            "with safetensors, and leave it out."
+            f"library_name={library_name!r} is not supported: models are built by transformers, or "
+            "read from safetensors. Give a folder with safetensors, and leave it out."
         )
     source = Path(model_path).expanduser()
     if not source.exists():
@@ -98,8 +98,8 @@ def _weight_files(source: Path) -> list[Path]:
     files = _indexed_files(index_files[0]) if index_files else sorted(source.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{source} has neither {_CONFIG_FILE} nor safetensors in it. Give the folder of a "
-            "model; weights in .bin have no header to read."
+            f"{source} has neither {_CONFIG_FILE} nor safetensors in it. There is nothing to "
+            "estimate from. Give the folder of a model; weights in .bin have no header to read."
         )
     return files
 
@@ -111,7 +111,8 @@ def _indexed_files(index_file: Path) -> list[Path]:
     # The file may hold any JSON: a wrong shape shows as one of these.
     except (*(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),) as error:
         raise CheckpointDamaged(
-            f"{index_file} is no index of safetensors: {error!r}. Copy it again, or give a file."
+            f"{index_file} is no index of safetensors: {error!r}. Which files belong to the model "
+            "is not known. Copy it again, or give one of its files."
         ) from error
 
 
@@ -125,7 +126,8 @@ def _header_of(path: Path) -> dict[str, int]:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(
-            f"{path} cannot be read as safetensors: {error}. Copy it again, or give another file."
+            f"{path} cannot be read as safetensors: {error}. Its sizes are not known. Copy it "
+            "again, or give another file."
         ) from error
 
 
@@ -138,8 +140,9 @@ def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
         return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Give a file of "
-            "its safetensors, or --trust-remote-code where its folder has code that you trust."
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
+            "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
+            "its folder has code that you trust."
         ) from error
 
 
@@ -153,8 +156,9 @@ def _named_model(name: str) -> ModelSizes:
     if name not in kinds:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
-            f"{closest(name, kinds)} Fetch it first, and give the folder: hf download {name} "
-            "--local-dir FOLDER (--include config.json is enough)."
+            f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
+            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
+            "folder."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
@@ -202,7 +206,8 @@ def print_estimate(
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
     wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
     mistakes = [
-        f"{option}={word!r} is no format here.{closest(word, known)} Give of: {', '.join(known)}."
+        f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
+        f"of: {', '.join(known)}."
         for option, word, known in wanted
         if word not in known
     ]
@@ -290,7 +295,7 @@ class _StoredModel(MemoryModel):
     def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
         raise ConfigError(
             f"headers do not tell how the layers of its {len(self.shape.sizes)} tensors are "
-            "wrapped. Give a folder with a config.json."
+            "wrapped. What is gathered at once is not known. Give a folder with a config.json."
         )
 
 

@@ -372,7 +372,7 @@ def _even_count(config: RunConfig, hosts: Sequence[Host]) -> str:
     if num_workers % len(hosts):
         raise ConfigError(
             f"num_processes={num_workers} cannot be shared out over the {len(hosts)} nodes of the "
-            "allocation. Give a multiple of the number of nodes."
+            "allocation: torchrun starts as many on each. Give a multiple of the number of nodes."
         )
     return str(num_workers // len(hosts))
 
@@ -389,7 +389,8 @@ def _deepspeed(request: LaunchRequest, script: Script) -> EngineCommand:
     if not is_installed("deepspeed"):
         raise ConfigError(
             f"hostfile={config.hostfile!r} needs DeepSpeed's launcher, and DeepSpeed is not "
-            f"installed. Install it: {install_line('deepspeed')}; or use another engine."
+            "installed: nothing would start the script there. Install it: "
+            f"{install_line('deepspeed')}; or use another engine."
         )
     options = ["--hostfile", str(config.hostfile)]
     hosts = _hosts(config)

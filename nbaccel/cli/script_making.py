@@ -77,8 +77,8 @@ def _code_cells(notebook_path: Path) -> list[dict[str, Any]]:
         return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. Give the path of a "
-            "saved .ipynb file (format 4)."
+            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
+            "export. Give the path of a saved .ipynb file (format 4)."
         ) from error
 
 
@@ -114,7 +114,8 @@ def _syntax_mistake(cell: NotebookCell) -> str:
         text = lines[line_number - 1].strip() if line_number <= len(lines) else ""
         return (
             f"Code cell {cell.number}, line {line_number} is no Python: {error.args[0]}: got "
-            f"{text[:60]!r}. Correct it, or give the cell the tag {SKIP_TAG}."
+            f"{text[:60]!r}. The script would not run. Correct it, or give the cell the tag "
+            f"{SKIP_TAG}."
         )
     return ""
 
@@ -304,15 +305,16 @@ def _chosen_launch(
         return fitting[-1]
     if len(functions) > 1:
         raise ConfigError(
-            f"The notebook launches {', '.join(functions)}. Say which: --function {functions[-1]}; "
-            f"or give cells the tag {EXPORT_TAG}."
+            f"The notebook launches {', '.join(functions)}: a script runs one of them. Say which: "
+            f"--function {functions[-1]}; or give cells the tag {EXPORT_TAG}."
         )
     launched_text = ", ".join(dict.fromkeys(call.function for call in launches)) or "none"
     text = f" with the function {function_name!r}" if function_name else ""
     raise ConfigError(
-        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag {EXPORT_TAG} "
-        f"and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of functions{text}; "
-        f"launched functions found: {launched_text}. Tag cells, or launch the function in one."
+        f"Nothing says what to export. Looked in {len(cells)} code cells for the tag "
+        f"{EXPORT_TAG} and for a call of {' or '.join(_LAUNCHERS)}(function, ...) outside of "
+        f"functions{text}; launched functions found: {launched_text}. Tag the cells that "
+        "belong into the script, or launch the function in a cell."
     )
 
 

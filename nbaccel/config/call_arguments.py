@@ -93,7 +93,8 @@ def check_call(function: Any, args: Any) -> None:
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(
-            f"args={shown(args)} is no tuple. For one argument write args=(model,), with the comma."
+            f"args={shown(args)} is no tuple: it is unpacked into the call. For one argument write "
+            "args=(model,), with the comma."
         )
     signature = _signature_of(function)
     if not call_mistakes and signature is not None:
@@ -119,11 +120,15 @@ def _signature_of(function: Any) -> inspect.Signature | None:
 
 def _binding_message(name: str, signature: inspect.Signature, args: Any, error: TypeError) -> str:
     first, *others = signature.parameters or ("",)
-    text = f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. "
+    text = (
+        f"{name}{signature} cannot be called with args={shown(tuple(args))}: {error}. Each worker "
+        "would raise that. "
+    )
     if first in _RANK_NAMES and len(args) == len(others):
         return (
-            f"{text}mp.spawn passes the rank first, and this launcher does not. Leave {first} out, "
-            f'and write {first} = int(os.environ["RANK"]) in the function.'
+            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "
+            f"workers have it in the environment. Leave {first} out, and write {first} = int("
+            'os.environ["RANK"]) in the function.'
         )
     return (
         f"{text}Give args as many values as it takes; what goes by its name alone by "

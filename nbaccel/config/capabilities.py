@@ -447,7 +447,10 @@ def _row_named(rows: tuple[_AnyRow, ...], name: str) -> _AnyRow:
     for row in rows:
         if row.name == name:
             return row
-    raise InternalError(f"nbaccel has no capability row named {name!r}. Please report this bug.")
+    raise InternalError(
+        f"nbaccel has no capability row named {name!r}. "
+        "Nothing can be decided about it. Please report this as a bug."
+    )
 
 
 device_row = partial(_row_named, DEVICES)

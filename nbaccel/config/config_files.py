@@ -255,8 +255,8 @@ def _read_environment(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, _DEFAULT)
         return
     reading.mistakes.append(
-        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not. Use "
-        "accelerate launch for it."
+        f"{key}={shown(value)} starts jobs at Amazon SageMaker, which nbaccel does not: it would "
+        "train on this machine instead. Use accelerate launch for it."
     )
 
 
@@ -295,8 +295,9 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
         reading.note_unused(key, value, "the plan chooses")
     elif not is_counted or value % num_nodes:
         reading.mistakes.append(
-            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: it counts "
-            "the processes of all machines. Give a multiple."
+            f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
+            "Accelerate counts the processes of all machines, and each must have as many. Give a "
+            "multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
@@ -328,8 +329,8 @@ def _read_parallelism(reading: _Reading, key: str, value: Any) -> None:
         is_several = isinstance(entry_value, int) and entry_value > 1
         if is_several and not entry_key.endswith("dp_shard_size"):
             reading.mistakes.append(
-                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do. "
-                "Set it to 1; FSDP shards over all processes."
+                f"{dotted_key}={entry_value} mixes parallelisms, which this version does not do: "
+                "it would train in another way. Set it to 1; FSDP shards over all processes."
             )
         else:
             reading.note_unused(dotted_key, entry_value, "FSDP shards over all processes")
@@ -432,8 +433,8 @@ def _read_least_params(reading: _Reading, key: str, value: Any) -> None:
 
 def _refuse_offloaded_activations(reading: _Reading, key: str, value: Any) -> None:
     reading.mistakes.append(
-        f"{key}=true is not supported: this version does not move them to host memory. Set it to "
-        "false."
+        f"{key}=true is not supported: this version recomputes activations and does not move them "
+        "to host memory, so it would need more. Set it to false."
     )
 
 
@@ -656,8 +657,8 @@ def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | Non
         text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{source_name} cannot be read: {error}. Give the path of a file that is there, or "
-            "write one with nbaccel config."
+            f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
+            "the path of a file that is there, or write one with nbaccel config."
         ) from error
     try:
         settings = read_yaml(text)

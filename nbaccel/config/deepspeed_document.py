@@ -53,7 +53,10 @@ def read_document(value: Any) -> Any:
         return read_settings
     document = Document(tidied_settings(read_settings))
     if endless_keys := [*_infinite_keys(document)]:
-        text = f"{endless_keys[0]} is infinite, which JSON cannot hold. Give a large number: 1e9."
+        text = (
+            f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
+            "no word for it. They would get another value. Give a large number: 1000000000."
+        )
         raise ConfigError(FieldMistake(text, endless_keys[0]))
     return document
 
@@ -96,7 +99,10 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     for name, section in halves.items():
         mistakes += _read_enabled(section, f"{name}.enabled")
     if all(isinstance(one, dict) and one.get("enabled") is True for one in halves.values()):
-        text = "fp16.enabled and bf16.enabled are both true: DeepSpeed refuses two. Turn one off."
+        text = (
+            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
+            "DeepSpeed refuses two. Turn one of them off."
+        )
         mistakes.append(FieldMistake(text, "fp16.enabled"))
     if mistakes:
         raise ConfigError(*mistakes)
@@ -155,7 +161,8 @@ def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]
     decided_settings = taken_out(document)[1]
     config_mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
-        f'which says {decided_value!r}. Leave one out, or write "auto" there.'
+        f"which says {decided_value!r}. "
+        'One of them would be ignored. Leave one out, or write "auto" there.'
         for setting_name, decided_value in decided_settings.items()
         if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
@@ -167,7 +174,8 @@ def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]
     if section.get("enabled") is False:
         config_mistakes.append(
             f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
-            f'{precision_name}.enabled is False. Leave one out, or write "auto" there.'
+            f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "
+            'write "auto" there.'
         )
     return config_mistakes
 
@@ -206,15 +214,18 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     for part in filter_text.split("@"):
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
         if not host_name:
-            mistakes.append(f"{filter_text!r} names a host without a name. Write no @ at its ends.")
+            mistakes.append(
+                f"{filter_text!r} names a host without a name. Nobody could be left out or taken. "
+                "Write worker-1@worker-2, without an @ at its ends."
+            )
             continue
         words = [word.strip() for word in slots_text.split(",")] if colon else []
         mistakes += _slot_mistakes(host_name, words)
         numbers = tuple(int(word) for word in words if word.isdecimal())
         if host_name in slots and not (numbers and slots[host_name]):
             mistakes.append(
-                f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. "
-                "Leave one of them out."
+                f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. One "
+                "would silently override the other. Leave one of them out."
             )
         twice = set(numbers) & set(slots.get(host_name, ()))
         mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
@@ -227,13 +238,19 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
     for word in words:
         if not (word.isascii() and word.isdecimal()):
-            yield f"slot {word!r} of host {name!r} is no number of a device. {_SLOT_HELP}."
+            yield (
+                f"slot {word!r} of host {name!r} is no number. It would be unclear which "
+                f"device is meant. {_SLOT_HELP}."
+            )
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
             yield _slot_twice(name, int(word))
 
 
 def _slot_twice(name: str, number: int) -> str:
-    return f"slot {number} of host {name!r} is named twice. It takes one worker. Name it once."
+    return (
+        f"slot {number} of host {name!r} is named twice. It takes one worker, so one of them "
+        "is a mistake. Name it once."
+    )
 
 
 def read_host_filter(value: Any) -> Any:
@@ -260,13 +277,14 @@ def kept_slots(
         if full_name is None:
             remedy = closest(host_name, full_names).lstrip() or f"It has {', '.join(full_names)}."
             mistakes.append(
-                f"{setting_name} names host {host_name!r}, which is not in the hostfile. {remedy} "
-                "Name hosts as the file does, without a user."
+                f"{setting_name} names host {host_name!r}, which is not in the hostfile. It would "
+                f"silently have no effect. {remedy} Name hosts as the file does, without a user."
             )
             continue
         mistakes += [
-            f"{setting_name} names slot {number} of host {host_name!r}, which has slots="
-            f"{num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. Name another slot."
+            f"{setting_name} names slot {number} of host {host_name!r}, which has "
+            f"slots={num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. No worker could have "
+            "it. Name another slot, or write more slots into the hostfile."
             for number in numbers
             if number >= num_slots[full_name]
         ]
@@ -281,8 +299,8 @@ def kept_slots(
             left[name] = kept
     if not left:
         raise ConfigError(
-            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)} to run on. Leave "
-            "fewer hosts or slots out."
+            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)}. Workers "
+            "would have nowhere to run. Leave fewer hosts or slots out."
         )
     return left
 
@@ -301,12 +319,14 @@ def filter_contradictions(config: Any) -> Iterator[str]:
         )
     if config.hostfile is None:
         yield (
-            f"{name}={text!r} needs hostfile=..., the hosts to choose among. For this machine "
-            'give variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
+            f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
+            "file. Nothing would be chosen. Give the file; devices of this machine alone are "
+            'chosen by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
         )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
         yield (
             f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
-            "include and exclude, which choose the devices of each host. Leave one of them out."
+            "include and exclude, which choose the devices of each host. One would silently "
+            "override the other. Leave one of them out."
         )

@@ -267,7 +267,8 @@ class FullyShardedDataParallelPlugin(Settings):
     def _contradictions(self) -> list[str]:
         return [
             f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
-            f"{name}={getattr(self, name)!r}. Leave one of them out."
+            f"{name}={getattr(self, name)!r}: checkpoints would be written as only "
+            "one of them says. Leave one of them out."
             for name in ("state_dict_config", "optim_state_dict_config")
             if self.state_dict_type is not None
             and _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
@@ -285,8 +286,9 @@ class FullyShardedDataParallelPlugin(Settings):
         ]
         if self.param_init_fn is not None:
             settings.append(
-                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's. Leave it out; "
-                "build the model with its values before prepare."
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
+                "no effect with fully_shard. Leave it out; build the model with its values before "
+                "prepare."
             )
         if self.activation_checkpointing_offload:
             settings.append(
@@ -302,8 +304,9 @@ class FullyShardedDataParallelPlugin(Settings):
         fsdp1_settings += [f"{name}=False" for name in _ALWAYS_DONE if given[name] is False]
         if fsdp1_settings:
             warnings.warn(
-                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, trains "
-                "in FSDP1's place, with the same losses and weights. Leave these arguments out.",
+                f"{_PLUGIN_NAME}({', '.join(fsdp1_settings)}): fully_shard, which is FSDP2, "
+                "trains in FSDP1's place. Losses and weights are the same; parameters are "
+                "DTensors, and none is flattened. Leave these arguments out.",
                 stacklevel=4,  # past __post_init__ and the __init__ that dataclass made
             )
 
@@ -533,7 +536,8 @@ class ProfileKwargs(Handler):
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
-                f"{unknown_activities}. Give some of {', '.join(kinds)}."
+                f"{unknown_activities}. Nothing would be recorded for them. Give some of "
+                f"{', '.join(kinds)}."
             )
         arguments = {name: value for name, value in self.to_dict().items() if value is not None}
         arguments.pop("output_trace_dir", None)
@@ -661,7 +665,7 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
     known = ", ".join(known_names)
     mistakes = [
         FieldMistake(
-            f"{name} is no setting of it."
+            f"{name} is no setting of it. It would be silently ignored."
             f"{closest(name, known_names) or f' The settings are: {known}.'}",
             name,
         )

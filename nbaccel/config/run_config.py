@@ -36,7 +36,8 @@ def _of_nodes(config: RunConfig) -> Iterator[str]:
     if config.node_rank >= config.num_nodes:
         yield (
             f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
-            f"num_nodes={config.num_nodes}. Number the nodes from 0, or raise num_nodes."
+            f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
+            "comes. Number the nodes from 0, or raise num_nodes."
         )
     if config.num_nodes > 1 and config.num_processes is None:
         yield (
@@ -46,7 +47,8 @@ def _of_nodes(config: RunConfig) -> Iterator[str]:
     if config.num_nodes > 1 and _is_loopback(address):
         yield (
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
-            f"with num_nodes={config.num_nodes}: each node is that itself. Give the first node's."
+            f"with num_nodes={config.num_nodes}. On each node that address is the node itself, so "
+            "they would never meet. Give the address of the first node as the others reach it."
         )
     # Only static rendezvous needs the port; other backends have a default port.
     if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:
@@ -75,8 +77,8 @@ def _of_start(config: RunConfig) -> Iterator[str]:
     if is_inline and (config.num_nodes > 1 or config.max_restarts > 0):
         yield (
             f'start_method="inline" cannot go with num_nodes={config.num_nodes} and '
-            f"max_restarts={config.max_restarts}: it means this very process alone. "
-            'Give start_method="auto", or leave them out.'
+            f"max_restarts={config.max_restarts}. Inline is this very process: it meets no other "
+            'node and cannot be started again. Give start_method="auto", or leave them out.'
         )
     if config.fsdp is not None and config.strategy not in sharding:
         yield (
@@ -85,13 +87,15 @@ def _of_start(config: RunConfig) -> Iterator[str]:
         )
     if config.num_nodes > 1 and starts_all:
         yield (
-            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, which starts the workers "
-            "of all machines. Leave num_nodes and node_rank out: num_processes counts them all."
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
+            "with which one notebook starts the workers of all machines: num_nodes counts machines "
+            "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+            "counts the workers on all hosts."
         )
     if config.hostfile is not None and config.engine not in ("auto", owner):
         yield (
             f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
-            f"its machines itself. Leave one out, or give engine={owner!r}."
+            f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}."
         )
     if starts_all and config.start_method not in ("auto", "template"):
         yield (
@@ -458,8 +462,8 @@ def run_config_of(given_config: Any) -> RunConfig:
     if isinstance(inner_config, RunConfig):
         return inner_config
     raise ConfigError(
-        f"config must be a RunConfig, or a picker: got {shown(given_config)}. Make one: "
-        "RunConfig(num_processes=2), for example."
+        f"config must be a RunConfig, or a picker: got {shown(given_config)}. All settings are "
+        "taken from it. Make one: RunConfig(num_processes=2), for example."
     )
 
 

@@ -34,7 +34,10 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        text = f"{source} cannot be read: {error}. Give the path of a JSON file."
+        text = (
+            f"{source} cannot be read: {error}. "
+            "Training would run without it. Give the path of a JSON file."
+        )
         raise ConfigError(text) from error
     return read_object(source_text, source)
 
@@ -60,7 +63,8 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
             f"{source_name} cannot be read from JSON of {type_name}: got {shown(source_text)}. "
-            'Settings need names. Write for example {"train_batch_size": 8}.'
+            "Settings need names. "
+            'Write names and values: {"train_batch_size": 8}, for example.'
         )
     return read_values
 
@@ -100,8 +104,8 @@ def plain_object(read_settings: Mapping[str, Any], source_name: str) -> dict[str
         values: dict[str, Any] = json_like(read_settings)
     except ValueError as error:
         raise ConfigError(
-            f"{source_name} cannot be read from {shown(read_settings)}: {error}. Give names as "
-            "text, and plain values."
+            f"{source_name} cannot be read from {shown(read_settings)}: {error}. "
+            "DeepSpeed reads JSON. Give names as text, and plain values."
         ) from error
     return values
 
@@ -133,7 +137,8 @@ _YAML_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|\.[0-9_]+)
 def unreadable(source_name: str, language: str, error: Exception | str) -> ConfigError:
     """The error about a text that is no JSON, or no YAML."""
     return ConfigError(
-        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. Correct the text."
+        f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. "
+        "A setting half read would train something else. Correct the text there."
     )
 
 
@@ -145,8 +150,10 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
         key_names = [name for name, _ in key_pairs]
         repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
-            names = ", ".join(repeated_names)
-            raise ConfigError(f"{source_name} names {names} more than once. Remove one.")
+            raise ConfigError(
+                f"{source_name} names {', '.join(repeated_names)} more than once. "
+                "One of the values would be lost. Remove one of them."
+            )
         return dict(key_pairs)
 
     return once
@@ -229,7 +236,8 @@ class Exchangeable(Plain):
     def _from_mapping(cls, read_settings: object, language: str) -> Self:
         if not isinstance(read_settings, dict):
             raise ConfigError(
-                f"{cls.__name__} cannot be read from {language}: got "
-                f"{str(read_settings)[:50]!r}. Settings need names."
+                f"A {cls.__name__} cannot be read from {language} of "
+                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
+                "names. Write names and values: num_processes and 2, for example."
             )
         return cls(**{str(name): value for name, value in read_settings.items()})

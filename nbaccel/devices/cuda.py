@@ -63,11 +63,14 @@ class CudaDevice(Device):
         if not inventory.gpus:
             return (
                 'device="cuda" needs a GPU: got a machine without one that can be used '
-                f'({inventory.gpu_note or "none found"}). Give device="cpu", or "auto" to take '
-                "what there is."
+                f"({inventory.gpu_note or 'none found'}). Workers would fail in their first CUDA "
+                'call. Give device="cpu", or "auto" to take what there is.'
             )
         if remedy := self.idle_reason(inventory):
-            return f'device="cuda" needs a CUDA build of PyTorch: {remedy}.'
+            return (
+                'device="cuda" needs a CUDA build of PyTorch, or workers would fail in their first '
+                f"CUDA call: {remedy}."
+            )
         return ""
 
     def idle_reason(self, inventory: Inventory) -> str:

@@ -44,7 +44,8 @@ class HostSession:
         hosts = engine.replacements(plan.config, lost) if lost else engine.hosts(plan.config)
         if not hosts:
             raise ConfigError(
-                f"engine={plan.engine!r} has no host left for this launch. Look at its list."
+                f"engine={plan.engine!r} has no host left for this launch. Workers would have no "
+                "place to run. Look at its list of hosts."
             )
         self._hosts = hosts
         self._on_end = contextlib.ExitStack()
@@ -98,8 +99,8 @@ class HostSession:
             bound_port, problem = ray.get(actor.bind_store.remote(address, port), timeout=_BIND_S)
         except ray.exceptions.RayError as error:
             raise StartupFailed(
-                f"Host {first_host} did not answer ({error_line(error)}). It may be overloaded; "
-                "run the cell again."
+                f"Host {first_host} did not answer ({error_line(error)}), so workers would have no "
+                "place to meet. It may be overloaded; run the cell again."
             ) from error
         if problem:
             raise PortTaken(f"on host {first_host}: {problem}", port=port)
@@ -196,8 +197,8 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
     mistakes = [
-        f"host {name} computes on {device}, and host {first_name} on {first_device}, where one "
-        "launch needs one kind. Give device=..., or leave one host out."
+        f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
+        "launch need the same kind of device. Give device=..., or leave one host out."
         for name, device in devices.items()
         if device != first_device
     ]
@@ -257,7 +258,7 @@ def _check_places(
 ) -> None:
     mistakes = [
         f"host {host.name} has slots={host.slots} and {count_noun(num_units[host.name], 'device')}"
-        ". Write as many slots as it has devices."
+        ": workers would share them. Write as many slots as it has devices."
         for host in hosts
         if host.slots and 0 < num_units[host.name] < host.slots
     ]
@@ -266,7 +267,7 @@ def _check_places(
         text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
         mistakes.append(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
-            f"({text}). Ask for fewer, or add hosts."
+            f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
         )
     if mistakes:
         raise ConfigError(*mistakes)

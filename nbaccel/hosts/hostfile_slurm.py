@@ -47,7 +47,7 @@ class HostfileEngine(Engine):
         if config.hostfile is None:
             return (
                 'engine="deepspeed" needs hostfile=...: a file with a line such as `worker-1 '
-                "slots=4` for each machine."
+                "slots=4` for each machine. Workers would have nowhere to run. Write one."
             )
         command = _ssh_command()
         if command and shutil.which(command[0]) is None:
@@ -72,7 +72,8 @@ class HostfileEngine(Engine):
             note = "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
             raise ConfigError(
                 f"num_processes={config.num_processes} with the {num_places} slots of "
-                f"{config.hostfile}{note}. Ask for fewer, or write more slots."
+                f"{config.hostfile}{note}: some workers would have nowhere to run. "
+                "Ask for fewer, or write more slots."
             )
         return own_cluster.first_hosts(hosts, config.num_processes)
 
@@ -110,8 +111,8 @@ def _read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
-            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}). Give the path of "
-            "a file with lines such as `worker-1 slots=4`."
+            f"hostfile={str(path)!r} cannot be read ({error.strerror or error}), so there are no "
+            "hosts to run on. Give the path of a file with lines such as `worker-1 slots=4`."
         ) from error
     hosts: dict[str, Host] = {}
     mistakes = []
@@ -124,11 +125,12 @@ def _read_hostfile(path: Path) -> list[Host]:
         if found is None or found[2] == "0":
             mistakes.append(
                 f"{path}, line {line_number}: {text!r} is not `name slots=N` with N of 1 or "
-                "more. Correct the line."
+                "more. It would be unclear how many workers run there. Correct the line."
             )
         elif found[1] in hosts:
             mistakes.append(
-                f"{path}, line {line_number}: {found[1]} is there twice. Remove one of the lines."
+                f"{path}, line {line_number}: {found[1]} is there twice. Its slots would be "
+                "counted twice. Remove one of the lines."
             )
         else:
             hosts[found[1]] = Host(
@@ -138,7 +140,10 @@ def _read_hostfile(path: Path) -> list[Host]:
                 is_here=found[1] in own_names,
             )
     if not hosts and not mistakes:
-        mistakes.append(f"{path} names no host. Write lines such as `worker-1 slots=4`.")
+        mistakes.append(
+            f"{path} names no host, so there is nowhere to run. Write lines such as "
+            "`worker-1 slots=4`."
+        )
     if mistakes:
         raise ConfigError(*mistakes)
     return list(hosts.values())
@@ -171,7 +176,8 @@ class SlurmEngine(Engine):
         if missing:
             return (
                 f'engine="slurm" needs {" and ".join(missing)}, which this machine does not have '
-                "on its PATH. Start the notebook on a node of the cluster."
+                "on its PATH. Workers would have nowhere to run. Start the notebook on a node of "
+                "the cluster."
             )
         if not env.read(_JOB_VARIABLE):
             return (
@@ -243,6 +249,6 @@ def _allocated_names(node_list: str) -> list[str]:
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"{_NODES_VARIABLE}={node_list!r} cannot be read by `{' '.join(command)}`: {error}. "
-            "Look whether scontrol works in a terminal."
+            "The nodes of the allocation are not known. Look whether scontrol works in a terminal."
         ) from error
     return answer.stdout.split()

@@ -89,8 +89,9 @@ def unready_reason(engine: str) -> str:
     if _clusters or not is_connected():
         return ""
     return (
-        f"engine={engine!r} starts a Ray cluster on its hosts, and this notebook is connected to "
-        'another. Call ray.shutdown() first, or have that one run the workers: engine="ray".'
+        f"engine={engine!r} starts a Ray cluster on its hosts, and a process can be connected to "
+        "one alone: this notebook is connected to another. Call ray.shutdown() first, or have that "
+        'cluster run the workers: engine="ray".'
     )
 
 
@@ -367,8 +368,8 @@ def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:
         except OSError as error:
             problems.append(
                 f"host {host.name}: {host.address!r} cannot be reached "
-                f"({error.strerror or error}). Write its address instead of its name, or look at "
-                "/etc/hosts."
+                f"({error.strerror or error}). Its workers would have no way to the notebook. "
+                "Write its address instead of its name, or look at /etc/hosts."
             )
     if problems:
         raise ConfigError(*problems)

@@ -50,8 +50,9 @@ class RayEngine(Engine):
             )
         if not is_connected():
             return (
-                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster. '
-                'Connect first: import ray; ray.init(address="auto").'
+                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster: '
+                "nbaccel starts and joins none by itself. Connect first: import ray; "
+                'ray.init(address="auto").'
             )
         return ""
 
@@ -98,8 +99,10 @@ class RayEngine(Engine):
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
-            names = ", ".join(missing)
-            raise StartupFailed(f"{names} left the Ray cluster at the start. Run the cell again.")
+            raise StartupFailed(
+                f"{', '.join(missing)} left the Ray cluster before the workers were started. Run "
+                "the cell again."
+            )
         bundles = [{self._resource: host.slots or 1, "CPU": host.slots or 1} for host in hosts]
         group = _reserve(bundles, [node_ids[host.name] for host in hosts])
         return RayCrew(group, hosts, bundles)
@@ -115,7 +118,7 @@ def _check_answers(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS={address!r} "
-            f"({error}). Correct the address, or start the cluster."
+            f"({error}). Nothing was started. Correct the address, or start the cluster."
         ) from error
 
 

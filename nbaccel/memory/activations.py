@@ -115,8 +115,9 @@ def num_samples(batch: Any) -> int:
     counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     if not counts:
         raise ConfigError(
-            f"sample_batch is a {type(batch).__name__} without tensors. Give what your loader "
-            "gives: a tensor, or a dict or tuple of tensors whose first dimension counts samples."
+            f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
+            "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
+            "first dimension counts samples."
         )
     return int(counts[0])
 
@@ -151,8 +152,8 @@ def loss_of(output: Any) -> torch.Tensor:
     parts = [tensor.float().sum() for tensor in _tensors(output) if tensor.requires_grad]
     if not parts:
         raise ConfigError(
-            f"The model returned a {type(output).__name__} without a tensor that has gradients. "
-            "Give a model whose parameters are trained."
+            f"The model returned a {type(output).__name__} without a tensor that has gradients: "
+            "there is no backward pass to measure. Give a model whose parameters are trained."
         )
     return torch.stack(parts).sum()
 
@@ -216,8 +217,10 @@ def measure_activations(
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
             raise ConfigError(
-                f"{type(model).__name__} does not run with this sample_batch: it raised "
-                f"{type(error).__name__}: {error}. Give a batch as the training loop does."
+                f"{type(model).__name__} does not run with this sample_batch, so its activations "
+                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
+                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
+                "model's arguments."
             ) from error
 
 
@@ -274,9 +277,10 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     free_bytes = inspect_machine().host_available_bytes
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
-            f"Activations of {type(model).__name__} cannot be measured with tensors that have no "
-            f"values: it raised {type(error).__name__}: {error}. A real run needs a copy of "
-            f"{format_bytes(num_bytes)}. Measure where it fits, and give activation_bytes."
+            f"The activations of {type(model).__name__} cannot be measured without running it: "
+            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
+            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
+            "the model fits and give activation_bytes."
         ) from error
 
 

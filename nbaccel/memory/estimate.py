@@ -63,7 +63,8 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}). Call it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
+            "memory is unknown. Call it once: model(sample_batch)."
         )
 
 
@@ -84,8 +85,8 @@ def shape_of(model_or_shape: Any) -> Shape:
         ) from error
     if not 0 < largest <= total:
         raise ConfigError(
-            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}. Give "
-            "(parameters, parameters of the largest layer)."
+            f"A model of {total:_} parameters cannot have a largest layer of {largest:_}: the "
+            "estimate would mean nothing. Give (parameters, parameters of the largest layer)."
         )
     return Shape(total=total, largest_layer=largest, trainable=total)
 

@@ -302,8 +302,10 @@ class Proposal:
         """What the settings cannot do by themselves."""
         advice = [form.missing_library for form in settings_forms() if form.is_chosen(self.config)]
         if self.batch_size is not None and self.accumulation > 1:
-            size = f"batch_size={self.batch_size}"
-            advice.append(f"Give your data loader {size}: {self.accumulation} make a step.")
+            advice.append(
+                f"Give your data loader batch_size={self.batch_size}: "
+                f"{self.accumulation} of them make a step."
+            )
         return tuple(filter(None, advice))
 
 
@@ -343,8 +345,9 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
-        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free, "
-        f"with {config}. Use more devices, a smaller model, or free memory that others use."
+        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free. "
+        f"Training would run out of memory with {config}. Use more devices, a smaller model, or "
+        "free memory that others use."
     )
 
 

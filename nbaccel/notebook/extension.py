@@ -163,8 +163,9 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
-                f"The cell has no code below %%accelerate: got {cell!r}. Write code there, "
-                "%accelerate restart to start workers now, or %%accelerate --help for the options."
+                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
+                "to run. Write code there, %accelerate restart to start workers now, or "
+                "%%accelerate --help for the options."
             )
         else:
             _run_cell(session, magic_line, recorder.source(line, cell))
@@ -241,8 +242,8 @@ def _show_config(session: Session, line: MagicLine) -> None:
         return
     if line.names:
         raise ConfigError(
-            f"%accelerate config got {', '.join(line.names)} together with options, with which it "
-            "shows no form. Leave one out."
+            f"%accelerate config got {', '.join(line.names)} together with options: names "
+            "are for the memory that its form shows, and with options it shows none. Leave one out."
         )
     session.configure(line)
     print(session.config_text())
@@ -287,21 +288,21 @@ def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -
     if line.names:
         return line.names
     raise ConfigError(
-        f"%accelerate {subcommand_name} got no names. Write for example %accelerate "
-        f"{subcommand_name} {example_names}."
+        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
+        f"Write for example %accelerate {subcommand_name} {example_names}."
     )
 
 
 def _unknown_subcommand(word: str, options: str) -> ConfigError:
     if word.startswith("-"):
         return ConfigError(
-            f"%accelerate needs a subcommand before its options: got {word!r}. Write %accelerate "
-            f"restart {word} {options}".rstrip()
+            f"%accelerate needs a subcommand before its options: got {word!r}. It is "
+            f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
     names = [subcommand.name for subcommand in SUBCOMMANDS]
     text = closest(word, names) or f" They are: {', '.join(names)}."
-    return ConfigError(f"%accelerate has no subcommand {word!r}.{text}")
+    return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
 
 
 _LOADED: dict[int, ExitStack] = {}  # shell → what removes all that was added to it

@@ -227,8 +227,8 @@ def read_magic_line(
         words = deque(shlex.split(line_text, comments=True))
     except ValueError as error:  # a quotation that is not closed
         raise ConfigError(
-            f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. Close "
-            "the quotation mark."
+            f"The line cannot be split into words: {str(error).lower()} in {line_text!r}. "
+            "Its options would be guesses. Close the quotation mark."
         ) from error
     reader = _LineReader(options_of(subcommand), subcommand, namespace)
     reader.read(words)
@@ -244,8 +244,9 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         are = "is" if world_size == 1 else "are"
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name these, "
-            f"or start more with %accelerate restart -n {max(unknown_ranks) + 1}."
+            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. The cell "
+            f"would not run there. Name ranks up to {world_size - 1}, or start more with "
+            f"%accelerate restart -n {max(unknown_ranks) + 1}."
         )
 
 
@@ -327,16 +328,18 @@ class _LineReader:
         elif sign or has_next:
             self._keep(option, value if sign else words.popleft())
         else:
-            behind = repr(words[0]) if words else "nothing"
             self.mistakes.append(
-                f"{flag_name} needs a value: got {behind} behind it. {option.meaning} Write "
-                f"{flag_name} {option.value}."
+                f"{flag_name} needs a value: got "
+                f"{repr(words[0]) if words else 'nothing'} behind it. "
+                f"{option.meaning} Write {flag_name} {option.value}."
             )
 
     def _switch(self, option: MagicOption, name: str, value: str | None) -> None:
         is_opposite = name.replace("_", "-") == option.negative
         if value is not None and (is_opposite or not option.is_setting):
-            self.mistakes.append(f"{name} takes no value: got {value!r}. Write {name} alone.")
+            self.mistakes.append(
+                f"{name} takes no value: got {value!r}. It would mean nothing. Write {name} alone."
+            )
         # A value such as `=false` is left to the setting's own validator.
         self.found[option.name] = value if value is not None else not is_opposite
 
@@ -347,8 +350,10 @@ class _LineReader:
             value = None
         earlier = self.found.get(option.name, value)
         if earlier != value:
-            both = f"{shown(earlier)} and {shown(value)}"
-            self.mistakes.append(f"{option.flag} was given twice: got {both}. Write it once.")
+            self.mistakes.append(
+                f"{option.flag} was given twice: got {shown(earlier)} and "
+                f"{shown(value)}. One would silently override the other. Write it once."
+            )
         self.found[option.name] = value
 
     @property
@@ -366,7 +371,10 @@ class _LineReader:
             elif other_option.name == "ranks":
                 where += ", %accelerate pull and push"
             text = f" {other_option.flag} is for {where}."
-        self.mistakes.append(f"{self._magic_name} has no option {flag_name!r}.{text}")
+        self.mistakes.append(
+            f"{self._magic_name} has no option {flag_name!r}: it would silently have no effect."
+            f"{text}"
+        )
 
     def _name(self, word: str) -> None:
         takes_names = self.subcommand in ("pull", "push", "config")
@@ -375,15 +383,19 @@ class _LineReader:
             self.names += word.strip(",").split(",")
         elif takes_names:
             self.mistakes.append(
-                f"{word!r} is no name of a variable, which alone are copied. Bind the value first."
+                f"{word!r} is no name of a variable: only whole variables are copied. Bind "
+                "the value to a name first, then give that name."
             )
         # `num_processes=2` is how Python and RunConfig write it.
         elif sign and (option := find_option(options_of(), f"--{option_name}")):
-            self.mistakes.append(f"{word!r} is no option of the line. Write {option.flag} {value}.")
+            self.mistakes.append(
+                f"{word!r} is no option of the line: it would silently have no effect. "
+                f"Write {option.flag} {value}."
+            )
         else:
             self.mistakes.append(
-                f"{self._magic_name} takes options only, not {word!r}: {self._magic_name} --help "
-                "shows them. Code belongs on the cell's next line."
+                f"{self._magic_name} takes options only: got {word!r}, which is none. Code belongs "
+                f"on the cell's next line; {self._magic_name} --help shows the options."
             )
 
     def _ranks(self, text: str | None) -> tuple[int, ...] | None:
@@ -395,8 +407,8 @@ class _LineReader:
             first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
             if first > last:
                 self.mistakes.append(
-                    f"--ranks must be rank numbers and ranges of them: got {text!r}. Write for "
-                    "example --ranks 0,2-3."
+                    f"--ranks must be rank numbers and ranges of them: got {text!r}. They "
+                    "say which workers run the cell. Write for example --ranks 0,2-3."
                 )
                 return None
             # A range up to a billion is refused by its end, without a list of it.
@@ -409,7 +421,8 @@ class _LineReader:
         if wrong or (text is not None and not names):
             self.mistakes.append(
                 f"--out must be names of variables: got {', '.join(map(repr, wrong)) or repr(text)}"
-                ". Write for example --out loss,accuracy."
+                ". They are bound in the notebook after the cell. Write for example --out "
+                "loss,accuracy."
             )
         return names
 
@@ -443,8 +456,9 @@ class _LineReader:
             if line_value != config_value:
                 variable = self.found["config"]
                 self.mistakes.append(
-                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line. "
-                    f"Leave it out here, or change it there: {variable} = "
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} "
+                    "on the line: one would silently override the other. Leave it out here, or "
+                    f"change it there: {variable} = "
                     f"{variable}.changed({name}={line_value!r})."
                 )
 

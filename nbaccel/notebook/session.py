@@ -139,8 +139,9 @@ class Session:
         magic_line.missing_names(names, self.shell.user_ns)
         if len(names) > 2:
             raise ConfigError(
-                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
-                "Write %accelerate config model batch."
+                "%accelerate config takes a model and a batch at most: got "
+                f"{', '.join(names)}. "
+                "It is unclear what the others are. Write %accelerate config model batch."
             )
         values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))
@@ -210,8 +211,10 @@ class Session:
     def _refuse_other(self, pool: Pool, line: magic_line.MagicLine) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}={_effective_value(pool.plan, name)!r}: got "
-            f"{getattr(line.wanted, name)!r}, and they keep their settings."
+            f"The workers run with {name}="
+            f"{_effective_value(pool.plan, name)!r}: got "
+            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as "
+            "they live."
             for name in differing
         ]
         if line.dist and not self.dist:

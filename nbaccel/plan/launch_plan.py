@@ -97,7 +97,10 @@ class Plan:
         """The same plan with workers started by another `method`, for a `reason`."""
         methods = [row.name for row in START_METHODS]
         if method not in methods:
-            raise ConfigError(f"start_method must be one of {', '.join(methods)}: got {method!r}.")
+            raise ConfigError(
+                f"start_method must be one of {', '.join(methods)}: got {method!r}. "
+                "Nothing could start the workers. Use one of these."
+            )
         if method == "inline" and self.world_size > 1:
             raise ConfigError(
                 f'start_method="inline" cannot run {self.world_size} workers: it is this very '

@@ -118,10 +118,11 @@ def precision(
         backend = "" if fp8 is None else fp8.backend
         choice = rows.fp8_backend(backend, device_row_of, compute_capability)
     if choice.problem:
-        others = ", ".join(row.name for row in rows.PRECISIONS if row.path)
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Use one of {others}."
+            f"{choice.problem}. Every layer would compute in another format than was asked for. "
+            f"Use one of {', '.join(row.name for row in rows.PRECISIONS if row.path)}; bf16 is the "
+            "nearest."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -150,8 +151,9 @@ def wanted_strategy(said: Said) -> Wanted | None:
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given: one alone can "
-                f"shard, {first_request.strategy} or {second_request.strategy}. Give one of them."
+                f"{first_request.what} and {second_request.what} were both given: each shards "
+                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
+                "and only one can. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]
@@ -244,8 +246,9 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        f"No strategy of {', '.join(row.name for row in rows.STRATEGIES)} has an advisor. Install "
-        "nbaccel with its DeepSpeed backend."
+        "advise finds configurations of strategies that have an advisor, and of "
+        f"{', '.join(row.name for row in rows.STRATEGIES)} none has one. Nothing can be compared. "
+        "Install nbaccel with its DeepSpeed backend."
     )
 
 

@@ -30,8 +30,8 @@ def precision_mistakes(
     }
     if fp8.problem:
         yield (
-            f'mixed_precision="{name}" is not available here: {fp8.problem}. Install it, give fp8 '
-            'another backend, or give "bf16".'
+            f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
+            'before its first step. Install it, give fp8 another backend, or give "bf16".'
         )
     elif not rows.computes_in(device, row):
         reason = dict(device.refused).get(name, f"it needs {row.needs}")
@@ -44,8 +44,8 @@ def precision_mistakes(
     elif old_gpus:
         emulation = '"native" as fp8 backend, which emulates it, ' if fp8.row else ""
         yield (
-            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. Give '
-            f'{emulation}"bf16", "fp16" or "no".'
+            f'mixed_precision="{name}" needs {row.needs}: got {_described(old_gpus)}. '
+            f'Training would fail in its first step. Give {emulation}"bf16", "fp16" or "no".'
         )
 
 
@@ -103,20 +103,22 @@ def fp8_mistakes(
     recipe = recipe_of(settings, row)
     if row.recipes and recipe not in row.recipes:
         yield (
-            f"fp8.recipe={recipe!r} is not one that {row.name} has. Give one of "
-            f"{', '.join(row.recipes)}, or another backend."
+            f"fp8.recipe={recipe!r} is not one that {row.name} has: scales would be found in "
+            f"another way. Give one of {', '.join(row.recipes)}, or another backend."
         )
     elif capability is not None and not _gpu_has(recipe, capability):
         lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
             f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
-            f'{bound}; this one has {_dotted(capability)}. Give recipe="{row.recipes[0]}".'
+            f"{bound}; this one has {_dotted(capability)}. Its first product "
+            f'would fail. Give recipe="{row.recipes[0]}".'
         )
     if settings.fp8_format == "E5M2" and "fp8_format" in row.settings:
         yield (
             "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights: models do not "
-            "train in it. Give HYBRID, which keeps E5M2 for gradients, or E4M3."
+            "train in it, and TransformerEngine refuses it. Give HYBRID, which keeps E5M2 for "
+            "gradients, or E4M3."
         )
     if settings.opt_level == "O3" and "opt_level" in row.settings and world_size == 1:
         yield (
@@ -135,7 +137,10 @@ def fp8_warnings(
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
         if has_no_history and name in HISTORY_SETTINGS:
-            only = f"recipe={recipe!r}: only delayed scaling has a history"
+            only = (
+                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
+                "scaling has a history."
+            )
             yield f"fp8.{name}={value!r} has no effect with {only}."
     if is_emulated(row, compute_capability):
         yield (
@@ -159,8 +164,9 @@ def unfit_precision(
     reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
     if choice.row is not None and "opt_level" in choice.row.settings:
         reason = (
-            f"MS-AMP's level {level} scales each weight, and {strategy.name} cuts weights into "
-            "flat pieces. O3 without it divides the optimizer's state by itself"
+            f"MS-AMP's level {level} keeps each weight under a scale of its own, and "
+            f"{strategy.name} cuts weights into flat pieces. O3 without it divides the optimizer's "
+            "state over the processes by itself"
         )
     return (
         f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
@@ -356,8 +362,10 @@ def _judge_precision(
 ) -> Iterator[str]:
     rows_by_name = {row.name: row for row in rows.PRECISIONS}
     if asked.mixed_precision not in rows_by_name:
-        known = ", ".join(rows_by_name)
-        raise ConfigError(f"mixed_precision={asked.mixed_precision!r} is unknown. Give {known}.")
+        raise ConfigError(
+            f"mixed_precision={asked.mixed_precision!r} is unknown: nothing says in which format "
+            f"to compute. Give one of {', '.join(rows_by_name)}."
+        )
     device = rows.device_row(found.device)
     precision = rows_by_name[asked.mixed_precision]
     capability = found.compute_capability

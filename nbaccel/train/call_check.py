@@ -60,7 +60,8 @@ def wanted_check() -> str:
     if check not in _CHECKS:
         raise ConfigError(
             f"Environment variable {CHECK_VARIABLE} must be one of {', '.join(_CHECKS)}: got "
-            f"{check!r}. Correct it, or unset it for {default!r}."
+            f"{check!r}. It says before which collectives processes compare their calls. Correct "
+            f"it, or unset it for {default!r}."
         )
     return check
 
@@ -239,8 +240,9 @@ class CollectiveCheck:
         ]
         lines += [f"  process {rank}: {self._last_seen(rank)}" for rank in missing_ranks]
         lines.append(
-            "All processes must call a collective equally often. Look for an `if` or `break` that "
-            "only some take, or one that is slow (then InitProcessGroupKwargs(timeout=...))."
+            "A collective must be called by all processes, equally often. Look for an `if` or a "
+            "`break` that only some of them take, or a process that is merely slow (then give "
+            "InitProcessGroupKwargs(timeout=...))."
         )
         if self._check == "first":
             lines.append(

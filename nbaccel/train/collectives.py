@@ -112,7 +112,8 @@ class Collectives:
         """Combine every process's tensors element by element."""
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"reduce(reduction={reduction!r}) is unknown. Give one of {', '.join(_REDUCTIONS)}."
+                f"reduce(reduction={reduction!r}) is unknown: the "
+                f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
         if not self.place.is_alone:
             self._compare_calls("reduce", _tensor_signature(tree, "reduce"))
@@ -240,8 +241,8 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     if other_types:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "
-            f"{', '.join(sorted(other_types))} in it, which has no fixed size. Use gather_object, "
-            "or gather_for_metrics(..., use_gather_object=True)."
+            f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
+            "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
 

@@ -29,8 +29,9 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
     if batch_size is None or batch_size % num_processes:
         fitting_size = math.ceil((batch_size or 1) / num_processes) * num_processes
         raise ConfigError(
-            f"{owner_name} cannot split batch_size={batch_size} into equal slices for "
-            f"{num_processes} processes: split_batches=True needs batch_size={fitting_size}."
+            f"{owner_name} cannot use split_batches=True with batch_size={batch_size}: it does "
+            f"not divide into equal slices for {num_processes} processes. Give "
+            f"batch_size={fitting_size}, or leave split_batches out."
         )
 
 

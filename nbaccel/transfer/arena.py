@@ -327,10 +327,15 @@ def _why_not(tensor: torch.Tensor) -> str | None:
         kind = type(tensor).__name__
         return f"is a {kind}, not one block of memory. Unwrap it to a plain tensor, or {inside}."
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        described = f"layout {tensor.layout} and dtype {tensor.dtype}"
-        return f"has {described}, not one block of memory. Load its state_dict, or {inside}."
+        return (
+            f"has layout {tensor.layout} and dtype {tensor.dtype}, not one block of memory. "
+            "Build the model inside the function and load its state_dict there."
+        )
     if tensor.is_conj() or tensor.is_neg():
-        return "is a lazily conjugated or negated view. Call .resolve_conj() or .resolve_neg()."
+        return (
+            "is a lazily conjugated or negated view, not values of its own. Call .resolve_conj() "
+            "or .resolve_neg() on it first."
+        )
     return None
 
 
@@ -402,9 +407,9 @@ def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Colle
         if id(tensor) in viewed
     ]
     return (
-        f"nbaccel: {first_few(names, 2)} moved to shared memory, and a state_dict(), a slice or a "
-        "NumPy array taken earlier has a view of the old memory: it does not follow the model. "
-        "Take it again, or .clone() it.\n"
+        f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
+        "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
+        "the values of now and does not follow the model. Take it again, or .clone() it.\n"
     )
 
 

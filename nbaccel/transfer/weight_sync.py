@@ -173,7 +173,8 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
         )
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "
-        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients: wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare. (If it is wrapped, some "
-        "parameters took no part in the loss: find_unused_parameters=True.)"
+        "rank 0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
+        "DistributedDataParallel already? Then some parameters took no part in the loss: "
+        "find_unused_parameters=True.)"
     )

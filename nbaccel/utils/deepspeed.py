@@ -22,8 +22,8 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     """The plugin of ``accelerator.state`` that `prepare` goes by; `ConfigError` without."""
     if state.deepspeed_plugin is None:
         raise ConfigError(
-            f"get_active_deepspeed_plugin finds none in a run of type {state.distributed_type}. "
-            "Give Accelerator(deepspeed_plugin=...)."
+            f"get_active_deepspeed_plugin finds none in a run of type {state.distributed_type}: "
+            "nothing is sharded by DeepSpeed. Give Accelerator(deepspeed_plugin=...)."
         )
     return state.deepspeed_plugin
 

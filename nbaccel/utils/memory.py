@@ -82,8 +82,9 @@ def find_executable_batch_size(
         if args and len(args) >= len(positional) and not takes_any:
             names = ", ".join(p.name for p in positional[1:])
             raise TypeError(
-                f"find_executable_batch_size gives the batch size: got {len(args)} arguments "
-                f"besides it. Call it as {function.__name__}({names})."
+                f"{function.__name__} gets its batch size from find_executable_batch_size: got "
+                f"{len(args)} arguments besides it, and it takes {len(positional) - 1}. Call it as "
+                f"{function.__name__}({names})."
             )
         size = starting_batch_size
         while size > 0:
@@ -101,8 +102,9 @@ def find_executable_batch_size(
             # Not in the `except` block: there the traceback still holds the attempt's tensors.
             clear_device_cache(garbage_collection=True)
         raise NothingFits(
-            f"No batch size from {starting_batch_size} down to 1 fits into memory. Use a smaller "
-            "model, a lower precision, or several GPUs with fsdp_plugin."
+            f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
+            "is too big for this device. Use a smaller model, a lower precision, or several GPUs "
+            "with fsdp_plugin."
         )
 
     return attempt

@@ -40,8 +40,9 @@ def hazards() -> dict[str, bool]:
     }
     if has_process_group():
         found[
-            "a torch.distributed process group is alive in the notebook, without whose threads a "
-            "forked worker hangs; end it with torch.distributed.destroy_process_group()"
+            "a torch.distributed process group is alive in the notebook: a forked worker inherits "
+            "it without its threads and hangs; end it with "
+            "torch.distributed.destroy_process_group()"
         ] = True
     for path in pools_that_stay():
         found[

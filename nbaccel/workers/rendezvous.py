@@ -68,14 +68,15 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
     if world_size > place.world_size:
         raise ConfigError(
             f"init_process_group got world_size={world_size}, but there are {place.world_size} "
-            "workers. Leave rank and world_size out (they are in the environment), or launch with "
-            f"num_processes={world_size}."
+            "workers: it would wait for the others for ever. Leave rank and world_size out (they "
+            f"are in the environment), or launch with num_processes={world_size}."
         )
     if world_size == place.world_size and rank != place.rank:
         raise ConfigError(
-            f"init_process_group got rank={rank} in the worker of rank {place.rank}: two would "
-            "have one number. Leave rank and world_size out (they are in the environment), or "
-            'read the rank there: rank = int(os.environ["RANK"]).'
+            f"init_process_group got rank={rank} in the worker of rank {place.rank}: two "
+            "ranks of one number would wait for each other for ever. Leave rank and world_size "
+            "out (they are in the environment), or read the rank there: "
+            'rank = int(os.environ["RANK"]).'
         )
 
 

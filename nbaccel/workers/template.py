@@ -380,8 +380,9 @@ def _why_ended(process: TemplateProcess) -> str:
 def no_answer(limit_s: float) -> StartupFailed:
     """The error that a template did not answer in time."""
     return StartupFailed(
-        f"The template process did not answer within {limit_s:.0f} s: the machine may be "
-        "overloaded. It has been ended, and the next launch starts a new one."
+        f"The template process did not answer within {limit_s:.0f} s, so no worker could be "
+        "started. The machine may be overloaded or swapping; it has been ended, and the next "
+        "launch starts a new one."
     )
 
 

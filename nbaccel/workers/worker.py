@@ -342,8 +342,10 @@ class Work:
         if self.forked_call is not None:
             return self.forked_call, received_modules
         if payload is None:
-            rank = self.context.place.rank
-            raise InternalError(f"worker {rank} got no payload to run. Please report this.")
+            raise InternalError(
+                f"worker {self.context.place.rank} got no payload, only {len(arenas)} arenas: "
+                "there is nothing to run. Please report this."
+            )
         mappings = received_modules.mappings
         call = pickling.unpack(payload, payload_fd, mappings, device=self.context.device)
         return call, received_modules

@@ -159,7 +159,8 @@ def _chosen_bounds(name: str, generation: str, num_workers: int, bounds: Mapping
     text = alternatives(sorted({1, *bounds}))
     raise ConfigError(
         f"num_processes={num_workers} is not supported on TPU {generation or 'chips'} by "
-        f"{name}, which knows no layout of so many chips. Give num_processes={text}."
+        f"{name}, which knows no layout of so many chips of one host. The workers could not "
+        f"find each other. Give num_processes={text}."
     )
 
 
@@ -347,21 +348,24 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
     if host.chips < host.chips_on_bus:
         yield (
             f"{count_noun(host.chips_on_bus, 'TPU chip')} on the PCI bus, and this process could "
-            f"open {host.chips or 'none'}: the other device files are missing. Give the container "
-            "/dev/vfio, or /dev/accel* on older hosts."
+            f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
+            "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
         )
     if packages.foreign_torch_tpu:
         yield (
-            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's and is not "
-            "used: it has no entry point torch_tpu._loader:load (Sophgo's package has the same "
-            "name). Uninstall it before you install Google's."
+            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
+            "entry point torch_tpu._loader:load, and Sophgo's package has the same name. It drives "
+            "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, driver_version in versions.items():
         if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
-            yield (f"{refusal}. Install a torch that it takes, or use the other driver.")
+            yield (
+                f"{refusal}. Importing it would fail, or its operations would. Install a torch "
+                "that it takes, or use the other driver."
+            )
     if host.chips and not packages.libtpu and any(versions.values()):
         yield (
-            "No libtpu is installed, and TPU_LIBRARY_PATH names none, which both drivers need. "
-            "Install it: pip install libtpu."
+            "No libtpu is installed, and TPU_LIBRARY_PATH names none: both drivers need it, and "
+            "fail with 'libtpu not found'. Install it: pip install libtpu."
         )

@@ -89,9 +89,9 @@ class TpuDevice(Device):
         if inventory.tpu_chips or _is_dry_run(inventory.tpu):
             return ""
         return (
-            'device="tpu" needs TPU chips: none was found on this machine. Give device="cpu", or '
-            '"auto" to take what there is; or, to try a program without a chip, install torch_xla '
-            "and set PJRT_DEVICE=CPU."
+            'device="tpu" needs TPU chips: none was found on this machine. Workers would have '
+            'nothing to compute on. Give device="cpu", or "auto" to take what there is; or, to try '
+            "a program without a chip, install torch_xla and set PJRT_DEVICE=CPU."
         )
 
     def idle_reason(self, inventory: Inventory) -> str:
@@ -150,16 +150,18 @@ class TpuDevice(Device):
         is_awake_here = any(driver.holds_chips() for driver in _all_drivers())
         if is_awake_here or os.getpid() in holders:
             return (
-                f"The TPU chips ({files}) are held by this notebook's kernel until it ends. With "
-                "torch_tpu, torch.manual_seed or one backward pass on the CPU is enough to take "
-                "them; with torch_xla, any tensor on the device. Restart the kernel, and run "
-                "%load_ext nbaccel before torch is imported: it keeps the runtime uninitialized."
+                f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
+                "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
+                "pass on the CPU is enough to take them; with torch_xla, any tensor on the device. "
+                "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
+                "the runtime uninitialized there."
             )
         if not holders:
             return ""
         return (
-            f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}. "
-            "End it; live workers of a notebook end with %accelerate stop."
+            f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}: "
+            "workers could not open them. End it; live workers of a notebook end with "
+            "%accelerate stop."
         )
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
@@ -331,14 +333,14 @@ def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
     if row.drives_all and choice.name != TorchXlaDriver.name:
         return (
             f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-            f'strategy="{config.strategy}" does. Leave strategy out, or give '
-            'tpu_driver="torch_xla".'
+            f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
+            'out, or give tpu_driver="torch_xla".'
         )
     if row.needs_group and choice.name == TorchXlaDriver.name:
         return (
             f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
-            'torch_xla has none. Give strategy="spmd", which shards weights by XLA, or use '
-            "torch_tpu."
+            "torch_xla has none for it: training would fail in its first step. Give "
+            'strategy="spmd", which shards weights by XLA, or use torch_tpu.'
         )
     return ""
 

@@ -214,7 +214,8 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
     return DriverChoice(
         refusal=(
             f'tpu_driver="{asked}" finds nothing for {count_noun(found.chips, "TPU chip")}: '
-            f'{"; ".join(problems)}. {remedy}; or give device="cpu".'
+            f"{'; '.join(problems)}. Workers could not compute on them. "
+            f'{remedy}; or give device="cpu".'
         )
     )
 
@@ -238,8 +239,9 @@ def many_hosts_refusal(host: TpuHost) -> str:
         return ""
     return (
         f"This host is number {host.worker_id} of {host.num_hosts} of a TPU slice "
-        "(TPU_WORKER_HOSTNAMES), and nbaccel drives the chips of one: more need one launch per "
-        "host. Use a TPU of one host, or the driver's own launcher for a script on every host."
+        "(TPU_WORKER_HOSTNAMES). This version of nbaccel drives the chips of one host; more need "
+        "one launch per host, all of which agree on addresses. Use a TPU of one host, or start "
+        "your script with the driver's own launcher on every host."
     )
 
 
@@ -248,7 +250,8 @@ def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
     if problem := _driver_problem("torch_xla", host, torch_version):
         return DriverChoice(
             refusal=(
-                f'tpu_driver="torch_xla" with PJRT_DEVICE=CPU cannot be used: {problem}. '
+                f'tpu_driver="torch_xla" with PJRT_DEVICE=CPU cannot be used: {problem}. A dry '
+                "run on the processor needs no chip, but the package. "
                 f'Run {_INSTALL_TEXTS["torch_xla"]}; or give device="cpu".'
             )
         )
@@ -269,8 +272,9 @@ def _chips_refusal(asked: str, host: TpuHost) -> str:
     )
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
-        f'none{text}. Take a runtime with a TPU, give device="cpu", or set PJRT_DEVICE=CPU and '
-        'tpu_driver="torch_xla" for a dry run of torch_xla on the processor.'
+        f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
+        'give device="cpu", or set PJRT_DEVICE=CPU and tpu_driver="torch_xla" for a dry run of '
+        "torch_xla on the processor."
     )
 
 

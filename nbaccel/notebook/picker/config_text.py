@@ -61,7 +61,7 @@ def read_settings_source(
         keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
         raise ConfigError(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. Leave them out."
+            "configuration of its own. They would have no effect. Leave them out."
         )
     return form.read(settings, config, inventory)
 
@@ -96,7 +96,10 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     text, name = _source_text(source)
     example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
     if not text.strip():
-        raise ConfigError(f"{name} is empty: got {text!r}. Give {example}, or a RunConfig.")
+        raise ConfigError(
+            f"{name} is empty: got {text!r}. It would change nothing. Give {example}, or a "
+            "RunConfig, as JSON or YAML."
+        )
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
     if text.lstrip().startswith("{"):
         return read_object(text, name)
@@ -105,8 +108,10 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise unreadable(name, "JSON or YAML", error) from error
     if not isinstance(settings, Mapping):
-        got = str(settings)[:60]
-        raise ConfigError(f"{name} holds no settings: got {got!r}. Give {example}, or a path.")
+        raise ConfigError(
+            f"{name} holds no settings: got {str(settings)[:60]!r}. Settings need names. Give "
+            f"{example}, or the path of a file."
+        )
     return settings
 
 
@@ -123,7 +128,8 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Give a JSON or YAML file, or paste its text."
+            f"{str(path)!r} cannot be read: {error}. Nothing was changed. Give the path of a JSON "
+            "or YAML file, or paste its text."
         ) from error
     return str(source), pasted
 

@@ -241,7 +241,10 @@ class PickerModel:
         # Python code can give a value that the form shows greyed.
         for option, reason in self.offers(name):
             if option.value == value and reason:
-                raise ConfigError(f"{name}={value!r} cannot be chosen: {reason}. Choose another.")
+                raise ConfigError(
+                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
+                    "fail or ignore it. Choose another."
+                )
         device = self.plan.device if self.plan is not None else "cpu"
         edit = choices.edit_config(
             self.config, setting, value, device=device, earlier_configs=self._before
@@ -283,13 +286,16 @@ class PickerModel:
         faces = self.faces()
         if face not in faces:
             raise ConfigError(
-                f"There is no {face!r} to save. Name one of {', '.join(faces)}; DeepSpeed's JSON "
-                "needs a ZeRO stage."
+                f"There is no {face!r} to save: at present there are {', '.join(faces)}. "
+                "Name one of them; DeepSpeed's JSON needs a ZeRO stage."
             )
         try:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
-            raise ConfigError(f"{str(path)!r} cannot be written: {error}. Give another.") from error
+            raise ConfigError(
+                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
+                "the notebook. Give another path."
+            ) from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
         # A choice of the value that is there already must not need an undo.
@@ -403,8 +409,10 @@ class PickerModel:
         """Settings to take, the fastest first: one to three."""
         finder = self._finder
         if self.suggest_refusal or finder is None:
-            name = type(self.module).__name__
-            raise ConfigError(f"Nothing can be suggested for {name}: {self.suggest_refusal}.")
+            raise ConfigError(
+                f"Nothing can be suggested for model={type(self.module).__name__}: "
+                f"{self.suggest_refusal}."
+            )
         return proposals(finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
@@ -433,7 +441,9 @@ class PickerModel:
             raise ConfigError(f"There is no way to train called {name!r}.{known}")
         candidate = named[name]
         if candidate.refusal:
-            raise ConfigError(f"{name!r} cannot be taken: {candidate.refusal}. Take another.")
+            raise ConfigError(
+                f"{name!r} cannot be taken: {candidate.refusal}. Training would fail. Take another."
+            )
         remarks = () if candidate.fits else (f"{name}: {candidate.verdict}",)
         self._become(candidate.config, remarks)
 
@@ -555,9 +565,12 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     refuse_unsized(model)
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
-        name = type(model).__name__
-        raise ConfigError(f"model={name} is no module. Give one of torch; it may be on meta.")
+        raise ConfigError(
+            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
+            "torch module; it may be on meta."
+        )
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."
+            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
+            "nothing to call with it. Give the model, too."
         )

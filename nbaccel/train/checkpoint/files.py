@@ -96,8 +96,9 @@ def why_unreadable(path: Path, error: Exception) -> str:
     global_match = re.search(r"GLOBAL (\S+) (was not an allowed global)?", str(error))
     if global_match:
         remedy = (
-            "If you wrote this file yourself and nobody could change it, allow the class by "
-            "torch.serialization.add_safe_globals, or all by load_kwargs={'weights_only': False}."
+            "If you wrote this file yourself and nobody could change it, "
+            "torch.serialization.add_safe_globals allows this class; load_state also takes "
+            "load_kwargs={'weights_only': False}, which allows all."
         )
         return (
             f"{path} holds a {global_match[1]}: only numbers, text, tensors and plain containers "
@@ -108,8 +109,9 @@ def why_unreadable(path: Path, error: Exception) -> str:
     if "weights_only" in reason:
         reason = "it is no pickle of plain data"
     return (
-        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, damaged or of "
-        "something else. Nothing has been loaded. Load another checkpoint, or copy it again."
+        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
+        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
+        "copy the file again from where it was saved."
     )
 
 
@@ -253,9 +255,9 @@ def _check_only_tensors(state_dict: Any, remedy: str) -> None:
     other_names = [n for n, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other_names:
         raise ConfigError(
-            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} cannot "
-            f"be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor. Leave it "
-            f"out, or use {remedy}."
+            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} "
+            f"cannot be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor, "
+            f"and files of weights hold nothing else. Leave it out, or use {remedy}."
         )
 
 
@@ -343,7 +345,7 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
             for number, names in content["frozen_parameters_left_out"].items()
         },
         "the names of the frozen parameters that were left out. Nothing has been loaded. Load "
-        "another checkpoint, or copy it again.",
+        "another checkpoint, or copy the file again from where it was saved.",
     )
     return noted
 
