@@ -403,7 +403,8 @@ def _check_memory(run: _Run, method: Choice) -> None:
     if needed_bytes > free_bytes:
         run.findings.warnings.append(
             f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} at "
-            f"their start, and {format_bytes(free_bytes)} are free. Use fewer workers."
+            f"their start, and {format_bytes(free_bytes)} are free: the system may kill one. Use "
+            "fewer workers."
         )
 
 
@@ -464,7 +465,8 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
             problem = "twice" if gpu in named_gpus else f"and here are {here}"
             return found, (
                 f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
-                f"names GPU {name!r}, {problem}. Name others, or leave it out to take all."
+                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow. Name "
+                "others, or leave it out to take all."
             )
         named_gpus.append(gpu)
     note = found.gpu_note if names else f"CUDA_VISIBLE_DEVICES={setting!r} hides all"
