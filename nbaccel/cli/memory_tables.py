@@ -153,8 +153,8 @@ def _named_model(name: str) -> ModelSizes:
     if name not in kinds:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
-            f"{closest(name, kinds)} Fetch it first, and give the folder: hf download {name} "
-            "--local-dir FOLDER (--include config.json is enough)."
+            f"{closest(name, kinds)} Nothing is downloaded. Fetch it first: hf download {name} "
+            "--local-dir FOLDER (--include config.json is enough), and give the folder."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))

@@ -89,7 +89,8 @@ def _shards_in(folder: Path) -> Path:
         return inside[0]
     raise ConfigError(
         f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
-        f"{[path.name for path in inside]}. Give pytorch_model_fsdp_0 of a checkpoint."
+        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
+        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
     )
 
 
@@ -124,9 +125,9 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
         if num_stored < math.prod(kept.size):
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
-                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: one host's part "
-                "of a checkpoint. Load it with the processes that saved it, and write whole "
-                "weights by accelerator.save_model."
+                f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
+                "host's part of a checkpoint that was saved without a shared disk. Load it with "
+                "the processes that saved it, and write whole weights by accelerator.save_model."
             )
 
 
