@@ -230,12 +230,14 @@ def _guard(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) 
 
 def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
     strategy_name = type(getattr(trainer, "strategy", None)).__name__
-    processes = count_noun(getattr(trainer, "world_size", 1), "process")
+    num_built_for = getattr(trainer, "world_size", 1)
+    outcome = "train alone" if num_built_for == 1 else "wait for processes that never start"
     return (
         f"trainer.{entry_name}() cannot be called in {num_workers} workers: this Lightning Trainer "
-        f"was built outside of them, for {processes} ({strategy_name}). Build it in the function "
-        f'or cell that the workers run: Trainer(devices={num_workers}, strategy="ddp").'
-        f"{entry_name}(...); or call it in the notebook: Lightning starts processes by itself."
+        f"was built outside of them, for {count_noun(num_built_for, 'process')} ({strategy_name}). "
+        f"Each worker would {outcome}. Build it in the function or cell that the workers run: "
+        f'Trainer(devices={num_workers}, strategy="ddp").{entry_name}(...); or call it in the '
+        "notebook, without workers: Lightning starts processes by itself."
     )
 
 

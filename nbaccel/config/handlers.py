@@ -121,6 +121,7 @@ _WRAP_POLICY = Annotated[
         read=_wrap_policy,
         must=f"one of {', '.join(WRAP_POLICIES)}, or a function from a module to True or False",
         allowed=WRAP_POLICIES,
+        why="Nothing says what to shard",
         do="Leave it out to shard the blocks that the model names",
     ),
 ]
@@ -128,6 +129,7 @@ _STATE_TYPE = Annotated[
     Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None,
     FieldRule(
         read=lambda value: None if value is None else plain_name(value),
+        why="Checkpoints could not be written",
         do="Leave it out to write shards",
     ),
 ]
@@ -335,6 +337,7 @@ _HOOK_FIELD = Annotated[
         read=plain_value,
         must=f"one of {', '.join(DDPCommunicationHookType.list())}",
         allowed=tuple(DDPCommunicationHookType.list()),
+        why="Gradients would travel uncompressed",
         do='Leave it at "no" to compress nothing',
     ),
 ]
@@ -555,7 +558,10 @@ class ProfileKwargs(Handler):
 
 _MODE_FIELD = Annotated[
     Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None,
-    FieldRule(do='Leave it out to take "default"'),
+    FieldRule(
+        why="torch.compile would refuse it when the model is prepared",
+        do='Leave it out to take "default"',
+    ),
 ]
 
 

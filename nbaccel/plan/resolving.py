@@ -123,7 +123,7 @@ def resolve(
             start_method,
             threads,
             precision,
-            *training_plan.fp8_choices(config.fp8 or Fp8Config(), fp8),
+            *(training_plan.fp8_choices(config.fp8 or Fp8Config(), fp8) if fp8.row else ()),
             *strategy_choices,
             group_backend_choice,
             port,
