@@ -313,7 +313,7 @@ def _even_out(module: nn.Module) -> bool:
     if len({len(fact) for fact in facts}) > 1:
         raise RuntimeError(
             f"The ranks have {', '.join(str(len(fact)) for fact in facts)} optimizers for this "
-            "model. Run the cell again that makes the optimizer, on all ranks."
+            "model: no states to compare. Run the cell that makes the optimizer on all ranks."
         )
     states: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
     dist.broadcast_object_list(states, src=0)

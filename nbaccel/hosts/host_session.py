@@ -257,7 +257,7 @@ def _check_places(
 ) -> None:
     mistakes = [
         f"host {host.name} has slots={host.slots} and {count_noun(num_units[host.name], 'device')}"
-        ". Write as many slots as it has devices."
+        ": workers would share them. Write as many slots as it has devices."
         for host in hosts
         if host.slots and 0 < num_units[host.name] < host.slots
     ]
@@ -266,7 +266,7 @@ def _check_places(
         text = first_few([f"{name}: {number}" for name, number in places.items()], 4)
         mistakes.append(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
-            f"({text}). Ask for fewer, or add hosts."
+            f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
         )
     if mistakes:
         raise ConfigError(*mistakes)

@@ -359,7 +359,7 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, driver_version in versions.items():
         if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
-            yield (f"{refusal}. Install a torch that it takes, or use the other driver.")
+            yield f"{refusal}. Install a torch that it takes, or use the other driver."
     if host.chips and not packages.libtpu and any(versions.values()):
         yield (
             "No libtpu is installed, and TPU_LIBRARY_PATH names none, which both drivers need. "
