@@ -566,9 +566,10 @@ class Pool:
         # The next module of the same path is another one: a cell that makes it is run again.
         keys = {record.path: record.key for record in records}
         for path, line in (*lines, *differing.items()):
-            if self._told_of_weights.get((path, keys.get(path, ""))) != line:
+            module = (path, keys.get(path, ""))
+            if self._told_of_weights.get(module) != line:
                 write_notice(f"nbaccel: {line}\n")
-            self._told_of_weights[path, keys.get(path, "")] = line
+            self._told_of_weights[module] = line
 
     # ---- inside
 
