@@ -189,7 +189,7 @@ def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 def _check_can_move(module: nn.Module, name: str, tensor: torch.Tensor, block: _Block) -> None:
     if tensor.is_meta and block.device.type != "meta":
         raise ConfigError(
-            f"{name!r} of {type(module).__name__} was made on meta inside of init_on_device("
+            f"{name!r} of {type(module).__name__} was made on meta, inside of init_on_device("
             f"{str(block.device)!r}): it has no values to move there. Give the inner block "
             "include_buffers=True, or make it outside of the outer one."
         )
@@ -466,8 +466,8 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             raise UnsafeMoment(
                 f"{type(model).__name__}.{method_name}{args} cannot move the model: "
                 f"{len(moved_out)} of its weights ({first_few(moved_out, 2)}) are in host memory "
-                "or on disk. Load it with another device_map, or call "
-                "remove_hook_from_submodules(model) first."
+                "or on disk, and only brought in when they are used. Load it with another "
+                "device_map, or call remove_hook_from_submodules(model) first."
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "

@@ -180,9 +180,9 @@ class _LoaderPreparation:
         wants_dispatch = self.settings.dispatch_batches
         if wants_dispatch and not self.put_on_device:
             raise ConfigError(
-                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) sends batches from "
-                "device to device, and device placement is off. Leave it on, or give "
-                "dispatch_batches=False."
+                f"DataLoaderConfiguration(dispatch_batches={wants_dispatch!r}) needs device "
+                "placement, which is off for this loader. Process 0 sends batches from device "
+                "to device. Leave device_placement on, or give dispatch_batches=False."
             )
         self.dispatches = self.is_iterable and self.put_on_device
         if wants_dispatch is not None:
@@ -226,10 +226,10 @@ class _LoaderPreparation:
             check_divisible(batch_size, self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
-                f"{type(self.loader).__qualname__} reads its dataset in its own way (by __iter__), "
-                f"which is lost when batches are shared out to {self.place.world_size} processes. "
-                "Give a torch DataLoader with the sampler and collate_fn you need, or do not "
-                "prepare it."
+                f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
+                "__iter__), which would be lost when it is rebuilt to share out batches between "
+                f"{self.place.world_size} processes. Give a torch DataLoader with the sampler and "
+                "collate_fn you need, or share out the samples yourself and do not prepare it."
             )
         if self.stateful:
             # Called for its MissingBackend, before anything of the loader is rebuilt.
@@ -348,8 +348,8 @@ def skip_first_batches(
     if num_batches is None or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches({type(dataloader).__name__}, num_batches={num_batches!r}) does "
-            "not say how many to leave out. Give a number from 0 on; only a prepared loader knows "
-            "it."
+            "not say how many to leave out: training would begin at the wrong batch. Give a "
+            "number from 0 on; only a prepared loader knows it by itself."
         )
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)

@@ -318,8 +318,8 @@ class LayerwiseCastingHook(ModelHook):
 def check_float_dtypes(**dtypes: Any) -> None:
     """Refuse formats that weights cannot be converted to."""
     mistakes = [
-        f"{setting} must be a floating-point format of torch, to which weights are converted: "
-        f"got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
+        f"{setting} must be a floating-point format of torch, because weights are converted to "
+        f"it: got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
         for setting, dtype in dtypes.items()
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     ]
@@ -504,7 +504,8 @@ class AlignDevicesHook(ModelHook):
         except KeyError:
             raise ConfigError(
                 f"{self._full_name(name)!r} is offloaded, and the map of offloaded weights lacks "
-                "it. Give a state_dict, offload_index or offload_dir with all that are offloaded."
+                "it, so its module cannot run. Give a state_dict, offload_index or offload_dir "
+                "with all weights that the device map offloads."
             ) from None
 
     def send_out(self, module: nn.Module) -> None:
@@ -561,18 +562,20 @@ def check_values(model: nn.Module) -> None:
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} tensors of {type(model).__name__} are on meta and not among "
-            f"those that are offloaded: {first_few(empty_names, 3)}. They have no numbers to "
-            "compute with. Add an adapter before the model is offloaded; or give them values "
-            "(submodule.to_empty(device='cpu') and an initialisation), and set buffers, which no "
+            f"those that are offloaded: {first_few(empty_names, 3)}. Computing with them gives "
+            "no numbers of theirs. Add an adapter before the model is offloaded (disk_offload "
+            "or dispatch_model afterwards); or give them memory and values: "
+            "submodule.to_empty(device='cpu') and an initialisation, or set buffers, which no "
             "checkpoint has if they are not persistent."
         )
 
 
 def _refuse_gradient(name: str, gradient: torch.Tensor) -> NoReturn:
     raise ConfigError(
-        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the weight is "
-        "offloaded, and a copy computed. Give max_memory with more room, train with FSDP or ZeRO-3 "
-        "and their offloading, or freeze it with requires_grad_(False)."
+        f"The gradient of {name!r} (shape {tuple(gradient.shape)}) would be lost: the "
+        "weight is offloaded, and what computed with it was a copy that is not kept. Give "
+        "max_memory with more room, so that weights to be trained stay in memory; or train with "
+        "FSDP or ZeRO-3 and their offloading; or freeze it with requires_grad_(False)."
     )
 
 

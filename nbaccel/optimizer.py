@@ -109,8 +109,9 @@ class AcceleratedOptimizer(Optimizer):
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) with fp16 would use gradients that are not scaled "
-                "back. Use mixed_precision='bf16' or 'no', or an optimizer that needs no closure."
+                f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
+                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
+                "optimizer that needs no closure."
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)

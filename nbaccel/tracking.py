@@ -672,7 +672,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not is_tracker or not hasattr(tracker_class, "name"):
         raise ConfigError(
             f"register_tracker_class({shown(tracker_class)}) is no subclass of GeneralTracker that "
-            "defines a name. Derive it from nbaccel.tracking.GeneralTracker, and define name."
+            "defines a name: it could not be found, or not receive metrics. Derive the class from "
+            "nbaccel.tracking.GeneralTracker, and define name in it."
         )
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         warnings.warn(
@@ -751,10 +752,10 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         return []
     known_names = [*LOGGER_TYPE_TO_CLASS, "all"]
     raise ConfigError(
-        f"log_with={shown(item)} is not a known tracker."
-        f"{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. Give one "
-        "of these, or an instance of a GeneralTracker. A class given to register_tracker_class is "
-        "known in the process that did so."
+        f"log_with={shown(item)} is not a known tracker. Nothing would be "
+        f"logged.{closest(str(tracker_name), known_names)} There are: {', '.join(known_names)}. "
+        "Give one of these, or an instance of a GeneralTracker. A class given to "
+        "register_tracker_class is known in the process that did so."
     )
 
 

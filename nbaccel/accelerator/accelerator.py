@@ -213,9 +213,9 @@ class Accelerator(TrainingCheckpoints):
         if not fused_backwards or learning_rate is None:
             names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
             raise ConfigError(
-                f"lomo_backward(learning_rate={learning_rate!r}) needs a rate and an optimizer "
-                f"with `fused_backward`, such as lomo_optim's; prepared are {names or 'none'}. "
-                "Call accelerator.backward(loss)."
+                f"lomo_backward(learning_rate={learning_rate!r}) needs a learning rate and an "
+                f"optimizer with `fused_backward`; prepared are {names or 'none'}. Prepare "
+                "one of lomo_optim, or call accelerator.backward(loss)."
             )
         for fused_backward in fused_backwards:
             fused_backward(loss, learning_rate)
@@ -277,8 +277,9 @@ class Accelerator(TrainingCheckpoints):
         if not gradient_state.sync_gradients:
             raise ConfigError(
                 f"Gradients were to be unscaled or clipped after batch {self.step} of a group of "
-                f"{gradient_state.num_steps}: those of later batches would be added in another "
-                f"scale ({scaler.get_scale():.0f}). Clip under `if accelerator.sync_gradients:`."
+                f"{gradient_state.num_steps}: those of later batches would be added in "
+                f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
+                "under `if accelerator.sync_gradients:`."
             )
         optimizers = self._optimizers if optimizer is None else optimizer
         for chosen in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
@@ -311,9 +312,9 @@ class Accelerator(TrainingCheckpoints):
         """
         if self._run.strategy.owns_precision:
             raise ConfigError(
-                f"clip_grad_value_({clip_value}): with strategy "
-                f"{self._run.initial_plan.strategy!r} an engine holds the gradients, and clips by "
-                "norm alone. Use clip_grad_norm_."
+                f"clip_grad_value_({clip_value}) is not available with strategy "
+                f"{self._run.initial_plan.strategy!r}: its engine holds the gradients, and clips "
+                "by norm alone. Use clip_grad_norm_."
             )
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
@@ -340,8 +341,9 @@ class Accelerator(TrainingCheckpoints):
         context = self._run.strategy.join(joinables)
         if context is None:
             raise ConfigError(
-                f"join_uneven_inputs: strategy {self._run.initial_plan.strategy!r} needs every "
-                "process in each forward pass. Keep even_batches=True."
+                "join_uneven_inputs is not available with strategy "
+                f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
+                "the process with most batches would wait for ever. Keep even_batches=True."
             )
         previous_settings = [(loader, loader.even_batches) for loader in self._dataloaders]
         try:

@@ -23,7 +23,8 @@ def _missing_rank(parallelism_kind: str) -> property:
     def rank(self: RunDescription) -> NoReturn:
         raise PlatformUnsupported(
             f"There is no {parallelism_kind} parallelism in a run of type "
-            f"{self.distributed_type.value}. Use accelerator.process_index."
+            f"{self.distributed_type.value}: this version mixes none, and a process has one "
+            "number. Use accelerator.process_index."
         )
 
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")

@@ -102,8 +102,8 @@ class Handlers:
                 known = [*(one.__name__ for one in _HANDLER_KINDS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}, which has no effect: "
-                    f"{handler!r}. Give objects of {', '.join(known)}."
+                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(known)}."
                 )
             if kind in by_kind:
                 raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
@@ -220,8 +220,8 @@ def _accumulation_settings(
     """The settings, and where the number of batches comes from."""
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={num_steps!r}, the batches of one optimizer step, must "
-            "be a whole number of at least 1. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
+            "number of batches in one optimizer step. Give 1 to step after every batch."
         )
     if (
         accumulation_plugin is not None
@@ -243,7 +243,8 @@ def _accumulation_settings(
         if text and not (text.isdecimal() and int(text)):
             raise ConfigError(
                 f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
-                "whole number of at least 1. Correct or unset it."
+                "whole number of at least 1: the number of batches in one optimizer step. Correct "
+                "or unset it."
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
@@ -268,7 +269,7 @@ def _fp8_settings(
     if not any(row.name == name and row.has_backends for row in PRECISIONS):
         raise ConfigError(
             f"kwargs_handlers got {type(handler).__name__} with mixed_precision={name!r}: nothing "
-            "would compute in 8 bits. Give mixed_precision='fp8', or leave it out."
+            "would compute in 8 bits. Give mixed_precision='fp8', or leave the handler out."
         )
     settings = handler.to_config()
     if run_config is not None and run_config.fp8 not in (None, settings):
@@ -299,7 +300,8 @@ def _merge_precision(
         return settings_request.mixed_precision, "config"
     raise ConfigError(
         f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
-        f"{settings_request.mixed_precision!r}. Leave one out{settings_request.remedy}."
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
     )
 
 
@@ -309,8 +311,8 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDyna
         return TorchDynamoPlugin(backend=backend)
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigError(
-            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin. Give "
-            "TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
+            f"Accelerator(dynamo_plugin={plugin!r}) is no TorchDynamoPlugin: it is unknown how to "
+            "compile. Give TorchDynamoPlugin(backend='inductor'), or dynamo_backend='inductor'."
         )
     if backend is not None:
         raise _two_given(f"dynamo_backend={backend!r}", f"dynamo_plugin={plugin}")
@@ -330,8 +332,9 @@ def refuse_unserved(given: Mapping[str, Any]) -> None:
     for name, meaning in _UNSERVED_ARGUMENTS.items():
         if given[name] is not None:
             raise PlatformUnsupported(
-                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version does not "
-                "support. Leave it out, and use fsdp_plugin for models too big for one device."
+                f"Accelerator({name}={given[name]!r}) means {meaning}, which this version of "
+                "nbaccel does not support; training without it would be something else. Leave it "
+                "out, and use fsdp_plugin for models too big for one device."
             )
 
 

@@ -62,8 +62,8 @@ class Preparer(RunDescription):
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise ConfigError(
-                f"device_placement has {len(device_placement)} entries for {len(args)} arguments. "
-                "Give one for each."
+                f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
+                "it would be unclear which is meant. Give one for each."
             )
         default = self.device_placement
         given = device_placement or [None] * len(args)
@@ -254,9 +254,9 @@ class Preparer(RunDescription):
             device_map = getattr(model, "hf_device_map", None) or {}
             if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
                 raise ConfigError(
-                    f"This model is spread over devices (hf_device_map={device_map}), which each "
-                    f"of {self._run.place.world_size} processes would need. Load it without "
-                    "device_map, or train in one process."
+                    f"This model is spread over several devices (hf_device_map={device_map}), and "
+                    f"{self._run.place.world_size} processes would each need all of them. Load it "
+                    "without device_map, or train in one process."
                 )
             _refuse_offloaded_bits(model, device_map)
             # Of a model that a device map has spread, each module is moved by its own hook.
@@ -329,9 +329,10 @@ def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> N
     host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
     if loaded_in and host:
         raise ConfigError(
-            f"This model was loaded in few bits ({loaded_in[0]}) and lies on "
-            f"{' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or disk offload "
-            "cannot be trained then. Load it whole: device_map={'': accelerator.device}."
+            f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly on "
+            f"{' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or disk "
+            "offload cannot be trained then. Load it whole onto the device that trains: "
+            "device_map={'': accelerator.device}."
         )
 
 
@@ -341,8 +342,9 @@ def _refuse_empty(model: nn.Module) -> None:
     if empty_names:
         raise ConfigError(
             f"{len(empty_names)} weights of {type(model).__name__} ({first_few(empty_names, 2)}) "
-            "are on meta: they have no values. Load them first: load_checkpoint_in_model(model, "
-            "path); with FSDP or ZeRO-3 each process then reads its own part only."
+            "are on meta: they have no values to train or to compute with. Load them first: "
+            "load_checkpoint_in_model(model, path) maps the files, and with FSDP or ZeRO-3 each "
+            "process then reads its own part only."
         )
 
 
@@ -366,8 +368,9 @@ def _refuse_offloaded(bundle: Bundle) -> None:
         raise ConfigError(
             f"{len(trained)} weights of the optimizer ({first_few(trained, 2)}) are kept in host "
             "memory or on disk and only brought in for a forward: it would step tensors without "
-            "values. Give max_memory with more room or another device_map; or none, and a "
-            "fsdp_plugin, or a deepspeed_plugin with stage 3 and offloading."
+            "values. Give max_memory with more room or another device_map, so that all weights are "
+            "in memory; or load the model without device_map and give Accelerator a fsdp_plugin, "
+            "or a deepspeed_plugin with stage 3 and offloading."
         )
 
 
@@ -407,6 +410,7 @@ def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
     if stand_ins:
         raise ConfigError(
             f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with strategy "
-            f"{strategy_name!r}: they stand for what a DeepSpeed configuration describes. Give "
-            "optimizers and schedules of torch, or a deepspeed_plugin with a configuration."
+            f"{strategy_name!r}: they stand for what a DeepSpeed configuration describes, and "
+            "there is none here. Nothing would be trained. Give optimizers and schedules of torch, "
+            "or a deepspeed_plugin with a configuration."
         )

@@ -78,8 +78,9 @@ class TrainingCheckpoints(Preparer):
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(
-                f"save_state within a group of {num_steps} batches leaves out gradients of "
-                f"{step % num_steps}, which are sharded. Save where sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches: gradients of "
+                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
+                "where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
         return self._checkpoints.save(folder, parts, step=step, **options)
@@ -258,7 +259,8 @@ class Checkpoints:
             target = Path(folder)
         else:
             raise ConfigError(
-                f"save_state(output_dir={folder!r}) has nowhere to save to. Give a folder, or "
+                f"save_state(output_dir={folder!r}) has nowhere to save to, because checkpoints "
+                "are not numbered. Give a folder, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)."
             )
         checkpoint_path = save_state(
@@ -301,8 +303,8 @@ class Checkpoints:
             return Path(folder)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
-                f"load_state(input_dir={folder!r}) has nothing to load from: checkpoints are not "
-                "numbered. Give the folder that save_state returned."
+                f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
+                "are not numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more. What is
         # wrong is sent as text, because the others wait for the broadcast.
@@ -334,8 +336,9 @@ def add_hook(hooks: OrderedDict[int, Any], hook: Callable[..., None]) -> Removab
 def _folder_of(configuration: ProjectConfiguration) -> Path:
     if configuration.project_dir is None:
         raise ConfigError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) numbers checkpoints in "
-            f"project_dir={configuration.project_dir!r}. Give Accelerator(project_dir=...)."
+            "ProjectConfiguration(automatic_checkpoint_naming=True) has "
+            f"project_dir={configuration.project_dir!r}: checkpoints are numbered in a project's "
+            "folder. Give Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)."
         )
     return Path(configuration.project_dir).expanduser() / "checkpoints"
 

@@ -98,9 +98,10 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
         return _indexed_files(source) if source.suffix == ".json" else ([source], None)
     if not os.path.isdir(source):  # noqa: PTH112 - as below
         raise ConfigError(
-            f"checkpoint={str(source)!r} is no file and no folder. Give a .safetensors or .bin "
-            "file, an *.index.json, or the folder that holds them. (A name on a model hub must be "
-            "downloaded first: huggingface_hub.snapshot_download gives the folder.)"
+            f"checkpoint={str(source)!r} is no file and no folder: there are no weights to load. "
+            "Give a .safetensors or .bin file, an *.index.json, or the folder that holds them. "
+            "(A name on a model hub must be downloaded first: "
+            "huggingface_hub.snapshot_download gives the folder.)"
         )
     for file_name in (TORCH_FILE, SAFE_FILE):
         if _is_readable_file(source / file_name):
@@ -111,11 +112,12 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     if index_paths:
         index_names = ", ".join(path.name for path in index_paths)
         raise ConfigError(
-            f"{source} holds {len(index_paths)} indexes ({index_names}). Give one of their paths."
+            f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
+            "weights. Give the path of one of them."
         )
     raise ConfigError(
-        f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}. It "
-        f"{_folder_listing(source)}. Give the file itself."
+        f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
+        f"weights to load. It {_folder_listing(source)}. Give the file itself."
     )
 
 
@@ -144,7 +146,7 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     is_map = isinstance(weight_map, dict) and bool(weight_map)
     if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointDamaged(
-            f"{index_path} has no map of names of tensors to names of files under "
+            f"{index_path} is no index: it must map names of tensors to names of files, under "
             f'"weight_map". {_REMEDY}'
         )
     file_names = sorted(set(weight_map.values()))
@@ -152,7 +154,8 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     outside = [name for name in file_names if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise CheckpointDamaged(
-            f"{index_path} names files outside of its folder: {first_few(outside, 3)}. {_REMEDY}"
+            f"{index_path} names files outside of its folder ({first_few(outside, 3)}): a "
+            f"checkpoint's files are in one folder. {_REMEDY}"
         )
     missing = [name for name in file_names if not _is_readable_file(index_path.parent / name)]
     if missing:
@@ -170,7 +173,8 @@ def _refuse_pointer(path: Path) -> None:
             first_bytes = file.read(len(_POINTER_START))
     except OSError as error:
         raise CheckpointDamaged(
-            f"{path} cannot be opened ({error.strerror or error}). {_REMEDY}"
+            f"{path} cannot be opened ({error.strerror or error}): there is nothing to load from "
+            f"it. {_REMEDY}"
         ) from error
     if first_bytes == _POINTER_START:
         raise CheckpointDamaged(
@@ -193,8 +197,8 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
         ) from error
     if file_format not in ("pt", "np", "numpy", "mlx"):
         raise CheckpointDamaged(
-            f"{path} was saved in the format {file_format!r}, which lays weights out in another "
-            "way than torch. Convert it: from_pretrained(from_tf=True, from_flax=True)."
+            f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
+            "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
         )
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH_BYTES + header_bytes  # from which offsets count
@@ -221,7 +225,8 @@ def _read_torch(path: Path) -> list[CheckpointTensor]:
     state, is_mapped = _open_torch_file(path)
     if not isinstance(state, Mapping):
         raise CheckpointDamaged(
-            f"{path} holds a {type(state).__name__}, no state dict. Save model.state_dict()."
+            f"{path} holds a {type(state).__name__}, no state dict: it is unclear which tensor is "
+            "which. Save model.state_dict()."
         )
     nested = [str(name) for name, value in state.items() if isinstance(value, Mapping)]
     if nested:

@@ -100,15 +100,17 @@ def load_checkpoint_in_model(
     del offload_state_dict
     if offload_8bit_bnb:
         raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which are "
-            "not made here. Load with transformers' from_pretrained(quantization_config=...)."
+            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
+            "version does not make. Load with from_pretrained(quantization_config=...) of "
+            "transformers."
         )
     tensors = arena.named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: files of whole "
-            "tensors are read here. Leave it out, or load shards with Accelerator.load_state."
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
+            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
+            "Accelerator.load_state."
         )
     _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
@@ -144,15 +146,16 @@ def fill_model(
     unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
     if needs_mapping and unmapped:
         raise ConfigError(
-            f"{', '.join(unmapped)} was written by torch before version 1.6 and must be read as a "
-            "whole: weights of it cannot stay on disk. Load it with torch.load and save it again."
+            f"{', '.join(unmapped)} was written by torch before version 1.6, in a format that must "
+            "be read as a whole: weights of it cannot stay on disk. Load it with torch.load and "
+            "save it again, best with save_model of an Accelerator (safetensors)."
         )
     empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}): they "
-            'have no memory. Nothing has been loaded. Call model.to_empty(device="cpu") (or '
-            "another device) before, or load before sharding."
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
+            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
         )
     files = WeightFiles()
     files.map_files(placement.stored for placement in placements)
@@ -341,13 +344,15 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
         return
     if not isinstance(device_map, Mapping):
         raise ConfigError(
-            f"device_map={device_map!r} is no mapping from modules' names to devices. Give "
-            "infer_auto_device_map(model), or call load_checkpoint_and_dispatch, which takes names."
+            f"device_map={device_map!r} says of no module where it goes: this function needs a "
+            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
+            "load_checkpoint_and_dispatch, which also takes a name."
         )
     if sharded_name is not None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
-            "in shards, which are where the strategy put them. Leave device_map out."
+            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
+            "out."
         )
 
 
@@ -543,8 +548,9 @@ def _agree_on_receiving(
         if problems:
             raise ConfigError(
                 f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
-                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Prepare the same "
-                "model in all processes first, or leave broadcast_from_rank0 out."
+                f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
+                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
+                "each process reads its part from the file."
             )
 
 

@@ -91,8 +91,9 @@ def get_max_memory(
             free.append((HOST, machine.host_available_bytes))
         return dict(free)
     mistakes = [
-        f"max_memory has a budget for {device!r}, which is no device. Name accelerators by their "
-        "numbers (0, 1, ...), and the others 'mps', 'cpu' and 'disk'."
+        f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
+        "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
+        "'cpu' and 'disk'."
         for device in max_memory
         if device not in NAMED_TIERS and not (type(device) is int and device >= 0)
     ]
@@ -114,7 +115,8 @@ def get_max_memory(
         device for device in parsed_budgets if is_accelerator(device) and device not in present
     ]
     if absent:
-        text = "max_memory names devices that are not available: %s; this machine has %s"
+        text = "max_memory names devices that are not available: %s; this machine has %s. A map "
+        text += "that uses them can be made here, and followed only where they are."
         _log.warning(text, absent, present or "no accelerator")
     return parsed_budgets
 
@@ -246,7 +248,8 @@ def infer_auto_device_map(
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     tied_groups = find_tied_parameters(model)
     if not tied_groups and check_tied_parameters_in_config(model):
-        text = "The configuration of %s ties weights, and none are tied: call tie_weights() before"
+        text = "The configuration of %s ties weights, and none of its weights are tied: each would "
+        text += "get room of its own. Call model.tie_weights() before."
         _log.warning(text, type(model).__name__)
     whole_classes = class_names(no_split_module_classes)
     # Accelerate splits the model itself, also where its class must not be split.
@@ -338,9 +341,9 @@ def _too_small_text(packing: block_packing.Packing) -> str:
             f"The model does not fit into max_memory: {last_refusal.block!r} and what comes after "
             "it have no place on any device.",
             *(f"  {line}" for line in table_lines(table_rows)),
-            "What is wanted next counts with what is tied to it, and room is kept for the largest "
-            "layer of a slower device. Give larger budgets, leave 'disk' out (it is unlimited "
-            "then), or let more classes be split.",
+            "What is wanted next counts with what is tied to it; the first accelerator and the cpu "
+            "also keep room for the largest layer of a slower device. Give larger budgets, leave "
+            "'disk' out (it is unlimited then), or let more classes be split.",
         ]
     )
 
@@ -372,7 +375,8 @@ def _check_room_for_buffers(packing: block_packing.Packing, sizes: Mapping[str, 
     if buffer_bytes and spare_bytes and max(spare_bytes) < buffer_bytes:
         warnings.warn(
             f"Buffers of layers on the cpu or the disk take {format_bytes(round(buffer_bytes))} of "
-            f"an accelerator, which has {format_bytes(round(max(spare_bytes)))} left. Give "
+            f"an accelerator, and the most that is left on one is "
+            f"{format_bytes(round(max(spare_bytes)))}: it may run out of memory. Give "
             "offload_buffers=True to keep them with their layers.",
             UserWarning,
             stacklevel=3,
@@ -433,8 +437,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) ->
     if homeless_names:
         raise ConfigError(
             f"The device_map has no device for {len(homeless_names)} tensors of "
-            f"{type(model).__name__}: {', '.join(homeless_names)}. Add them or the modules that "
-            "hold them, or give '' for all others."
+            f"{type(model).__name__}: {', '.join(homeless_names)}. They could not be loaded or "
+            "computed with. Add them or the modules that hold them, or give '' for all others."
         )
 
 
@@ -515,7 +519,8 @@ def show_device_map(
     if not isinstance(shown_map, Mapping) or not shown_map:
         raise ConfigError(
             f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
-            "Give infer_auto_device_map(model) as device_map, or load the model with one."
+            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
+            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
         )
     check_device_map(model, shown_map)
     machine = inspect_machine() if inventory is None else inventory
@@ -558,8 +563,8 @@ def _device_key(device: Any) -> DeviceKey:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"The device map has {device!r}, which is no device. Give a number, 'cpu', 'disk' or "
-            "a torch.device."
+            f"The device map has {device!r}, which is no device, so it cannot be shown where that "
+            "is. Give a number, 'cpu', 'disk' or a torch.device."
         ) from error
     named = (*NAMED_TIERS, "meta")
     return torch_device.type if torch_device.type in named else torch_device.index or 0

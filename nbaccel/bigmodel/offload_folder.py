@@ -72,8 +72,8 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
                 else f"{type(weight).__name__}"
             )
             raise ConfigError(
-                f"{weight_name!r} is {found}, with no plain numbers for a file. Load its values "
-                "first, or leave it in memory."
+                f"{weight_name!r} is {found}: it has no plain numbers that could be written to a "
+                "file. Load its values first, or leave it in memory."
             )
     paths = [folder / _file_name(weight_name) for weight_name in weights]
     # Files of an earlier run make room as they are replaced, one after the other.
@@ -113,8 +113,8 @@ def _file_name(weight_name: Any) -> str:
     if not is_plain or {"/", "\\"} & set(weight_name):
         raise ConfigError(
             f"{weight_name!r} cannot be the name of a weight: its file would lie outside of the "
-            "folder, where it could overwrite something else. Use letters, digits and dots, and "
-            "an index of your own making only."
+            "folder of offloaded weights, where it could overwrite something else. Rename it to "
+            "letters, digits and dots, or use an index of your own making only."
         )
     return f"{weight_name}.dat"
 
@@ -261,7 +261,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ConfigError(
                 f"state_dict={state_dict}, save_folder={save_folder} and index={index}: there is "
-                "nothing to load weights from. Give one."
+                "nothing to load weights from. Give one of them."
             )
         if index is None and save_folder is not None:
             index = load_offload_index(save_folder)
@@ -287,7 +287,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return tensor.to(usable_device("cpu" if self.device is None else self.device), dtype)
         if self.save_folder is None:
             raise ConfigError(
-                f"{key!r} has no safetensors_file in the index ({weight_info!r}). Pass save_folder."
+                f"{key!r} is in the index ({weight_info!r}) without a safetensors_file, so its "
+                "file must lie in a folder. Pass save_folder."
             )
         return load_offloaded_weight(Path(self.save_folder, _file_name(key)), weight_info)
 

@@ -26,8 +26,8 @@ def as_device(device: torch.device | str | int) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"{device!r} is no device of this machine ({error}). Name one as torch does: "
-            '"cpu", "meta", "cuda:0", or the number of an accelerator.'
+            f"{device!r} is no device of this machine ({error}), so nothing can be placed on it. "
+            'Name one as torch does: "cpu", "meta", "cuda:0", or the number of an accelerator.'
         ) from None
 
 
@@ -68,15 +68,15 @@ def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         owner = module.get_submodule(module_name)
     except AttributeError as error:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor {tensor_name!r} ({error}). Take a name from "
-            "its state_dict()."
+            f"{type(module).__name__} has no tensor {tensor_name!r} ({error}), so none can be "
+            "placed. Take a name from its state_dict()."
         ) from None
     parameters, buffers, _ = module_tables(owner)
     if last_name not in parameters and last_name not in buffers:
         there = ", ".join([*parameters, *buffers]) or "none"
         raise ConfigError(
             f"{type(owner).__name__} has no parameter or buffer {last_name!r} (asked for as "
-            f"{tensor_name!r}). It has: {there}."
+            f"{tensor_name!r}), so it cannot be placed. It has: {there}."
         )
     return owner, last_name
 
@@ -137,16 +137,17 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         raise ConfigError(
             f"fp16_statistics for {tensor_name!r} ({type(fp16_statistics).__name__}) belong to "
-            "8-bit weights of bitsandbytes, which nbaccel does not place. Load the model with "
-            "transformers' BitsAndBytesConfig, whole on one GPU, or without quantization."
+            "8-bit weights of bitsandbytes, which quantize themselves when they are moved; nbaccel "
+            "does not place such weights. Load the model with transformers' BitsAndBytesConfig, "
+            "whole on one GPU, or offload it without quantization."
         )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)
     current: Any = getattr(owner, last_name)
     if not isinstance(current, torch.Tensor):
         raise ConfigError(
-            f"{last_name!r} of {type(owner).__name__} is {current}, which has no shape. Leave it "
-            "out, or build the module with it."
+            f"{last_name!r} of {type(owner).__name__} is {current}, so it has no shape that a "
+            "tensor could be placed for. Leave it out, or build the module with it."
         )
     group = _tied_group(tied_params_map, current, value)
     placed = None if group is None else placed_on(group, target)
@@ -154,12 +155,14 @@ def set_module_tensor_to_device(
         if value is None:
             if current.is_meta and target.type != "meta":
                 raise ConfigError(
-                    f"{tensor_name!r} is on meta, without values for {target}. Pass value=."
+                    f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
+                    f"{target}. Pass them as value=."
                 )
         elif current.shape != (shape := torch.as_tensor(value).shape):
             raise ConfigError(
                 f"{tensor_name!r} has the shape {tuple(current.shape)}, and the value given for it "
-                f"{tuple(shape)}. Check that the checkpoint is of this model and configuration."
+                f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
+                "this model's, and that its configuration is the same."
             )
         placed = _placed_tensor(current, value, target, as_dtype(dtype), non_blocking)
         if group is not None:
@@ -176,8 +179,8 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
-            f"dtype={dtype!r} is no format of torch {torch.__version__}. Name one such as "
-            '"float16" or "bfloat16".'
+            f"dtype={dtype!r} is no format of torch {torch.__version__}, so values cannot be "
+            'converted to it. Name one such as "float16" or "bfloat16".'
         )
     return found
 

@@ -153,7 +153,7 @@ class DdpStrategy(Strategy):
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}, "
                 f"comm_wrapper={wrapper.value!r}) does not work with the "
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
-                "Give 'fp16', or leave it out."
+                "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
             ) from error
 
 
@@ -163,13 +163,15 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
     mistakes = []
     if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) is no cast, which "
-            f"alone can wrap. Give 'fp16' or 'bf16', and {wrapper.value!r} as comm_hook."
+            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
+            "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
+            f"{wrapper.value!r} as comm_hook."
         )
     if settings.comm_state_option and kind not in _WITH_STATE:
         mistakes.append(
-            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) is "
-            f"for PowerSGD alone, not for comm_hook={kind.value!r}. Leave it out."
+            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
+            f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
+            "it out, or give comm_hook='power_sgd'."
         )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -177,8 +179,9 @@ def _check(settings: DistributedDataParallelKwargs) -> None:
         first_step = settings.comm_state_option.get("start_powerSGD_iter", 1000)
         warnings.warn(
             f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
-            f"first compressed step, number {first_step}, by a fault of torch {torch.__version__}. "
-            "Give 'power_sgd', which compresses better.",
+            f"first compressed step, number {first_step}: torch {torch.__version__} passes "
+            "two-dimensional matrices to a function that takes only batches of them. Give "
+            "'power_sgd', which compresses better.",
             stacklevel=2,
         )
 

@@ -98,9 +98,10 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
     ) -> FsdpStrategy:
         if place.device.type == "xla":
             raise ConfigError(
-                f"{settings!r} was given on {place.device}: torch_xla has no process group for "
-                'fully_shard. Launch with RunConfig(device="tpu", strategy="spmd"), which shards '
-                "weights by XLA, or use torch_tpu."
+                f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
+                "shards tensors, and torch_xla has none for it. Launch with "
+                'RunConfig(device="tpu", strategy="spmd"), which shards weights by XLA, or use '
+                "torch_tpu."
             )
         return cls(place, settings, precision)
 
@@ -298,8 +299,9 @@ def _policy_dtype(dtype: Any) -> Any:
     name = dtype.removeprefix("torch.")
     if name not in _DTYPES_BY_NAME:
         raise ConfigError(
-            f"mixed_precision_policy names {dtype!r}. Give one of {', '.join(_DTYPES_BY_NAME)}, or "
-            "a torch.distributed.fsdp.MixedPrecisionPolicy."
+            f"mixed_precision_policy names {dtype!r}, which is no format that layers "
+            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
+            "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
 
@@ -315,9 +317,9 @@ def _refuse_what_fails(place: Place) -> None:
     if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
         raise PlatformUnsupported(
             f"fsdp_plugin was given where {place.world_size} processes talk by gloo about tensors "
-            f"on {place.device} (workers that share a GPU do): torch would kill the process. "
-            "Launch at most one process per GPU, with NCCL, or leave fsdp_plugin out: a GPU that "
-            "is shared has no more memory by sharding."
+            f"on {place.device} (workers that share a GPU do): the process would be killed by "
+            "torch when shards are put together. Launch at most one process per GPU, with NCCL, "
+            "or leave fsdp_plugin out: a GPU that is shared has no more memory by sharding."
         )
 
 
@@ -325,9 +327,10 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
-                f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
-                "Load the weights first: load_checkpoint_in_model(model, path) maps them, and each "
-                "process reads its own shard."
+                f"{type(model).__name__}.{name} is on the meta device: it has no values "
+                "to shard. Load the weights first: load_checkpoint_in_model(model, path) maps "
+                "them, and each process reads its own shard. (Workers share one copy of a model "
+                "that is passed to the launch.)"
             )
 
 

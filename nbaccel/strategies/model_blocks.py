@@ -86,9 +86,9 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
     classes = [named] if isinstance(named, str) else named or own_block_classes(model)
     if not classes:
         raise ConfigError(
-            f"auto_wrap_policy={policy!r} needs the blocks' classes, and {type(model).__name__} "
-            "names none in `_no_split_modules`. Give transformer_cls_names_to_wrap=['YourBlock'], "
-            "or auto_wrap_policy='size_based_wrap'."
+            f"auto_wrap_policy={policy!r} needs the class names of the blocks: "
+            f"{type(model).__name__} names none in `_no_split_modules`. Give "
+            "transformer_cls_names_to_wrap=['YourBlock'], or auto_wrap_policy='size_based_wrap'."
         )
     return _of_classes(model, classes, strict=True)
 
@@ -106,8 +106,8 @@ def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> se
     if strict and missing_classes:
         raise ConfigError(
             f"transformer_cls_names_to_wrap={list(classes)!r}: {type(model).__name__} has no "
-            f"module of class {', '.join(missing_classes)}. It has "
-            f"{', '.join(sorted(present_classes))}."
+            f"module of class {', '.join(missing_classes)}. Nothing of it could be sharded on its "
+            f"own. It has {', '.join(sorted(present_classes))}."
         )
     return {id(module) for module in model.modules() if type(module).__name__ in classes}
 
@@ -189,8 +189,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
     enable_method = _enabling_method(model)
     if enable_method is None:
         raise ConfigError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(). Give it that method, "
-            "or call torch.utils.checkpoint in its forward()."
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): torch has no switch "
+            "for it that all modules share. Give the model that method, or call "
+            "torch.utils.checkpoint in its forward()."
         )
     enable_method()
 

@@ -130,8 +130,8 @@ def scatter_optimizer_state(
     # Compared with what process 0 sent, so all processes raise or none does.
     if num_saved != len(parameters):
         raise ConfigError(
-            f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}. "
-            "Build the optimizer as when it was saved."
+            f"The saved optimizer has {num_saved} parameters and this one has {len(parameters)}: "
+            "state would go to the wrong ones. Build the optimizer as when it was saved."
         )
 
     def placed(number: Any, name: str, value: Any) -> Any:

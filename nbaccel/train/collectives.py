@@ -112,7 +112,8 @@ class Collectives:
         """Combine every process's tensors element by element."""
         if reduction not in _REDUCTIONS:
             raise ConfigError(
-                f"reduce(reduction={reduction!r}) is unknown. Give one of {', '.join(_REDUCTIONS)}."
+                f"reduce(reduction={reduction!r}) is unknown: the "
+                f"processes' values cannot be combined. Give one of {', '.join(_REDUCTIONS)}."
             )
         if not self.place.is_alone:
             self._compare_calls("reduce", _tensor_signature(tree, "reduce"))
@@ -240,8 +241,8 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     if other_types:
         raise TypeError(
             f"{collective_name} takes tensors in lists, tuples and dictionaries: got "
-            f"{', '.join(sorted(other_types))} in it, which has no fixed size. Use gather_object, "
-            "or gather_for_metrics(..., use_gather_object=True)."
+            f"{', '.join(sorted(other_types))} in it. Other objects have no fixed size to "
+            "exchange. Use gather_object, or gather_for_metrics(..., use_gather_object=True)."
         )
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
 
@@ -311,9 +312,9 @@ def check_in_sync(
     if differences and collectives.place.is_main:
         listed = first_few(differences, 10, separator="\n  ")
         warnings.warn(
-            f"The processes have drifted apart:\n  {listed}\nThey train different models. Look for "
-            "code that changes weights on one process only, different seeds before the model was "
-            "built, or a `break` that only some take.",
+            f"The processes have drifted apart:\n  {listed}\nThey train different models from here "
+            "on. Look for code that changes weights on one process only, different seeds before "
+            "the model was built, or a `break` that only some take.",
             stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not differences

@@ -25,8 +25,9 @@ SliceFn = Callable[..., Any]
 """``slice_fn(batch, rows: slice, *, process_index: int, num_processes: int) -> batch``."""
 
 _DISPATCH_ADVICE = (
-    "Process 0 joins one batch per process. Give DataLoaderConfiguration(dispatch_batches=False), "
-    "so that each process reads its own, or split_batches=True, so that each is cut by itself"
+    "Process 0 joins one batch per process and sends each its rows. Give "
+    "DataLoaderConfiguration(dispatch_batches=False), so that each process reads its own "
+    "batches, or split_batches=True, so that each batch is cut by itself"
 )
 
 
@@ -119,8 +120,9 @@ class DataLoaderDispatcher(PreparedLoader):
             if short_rows:
                 raise ConfigError(
                     f"A batch of {short_rows} samples does not divide equally between {world_size} "
-                    "processes, and it was not the last. Make all others divisible by "
-                    f"{world_size}, or give DataLoaderConfiguration(dispatch_batches=False)."
+                    "processes, and it was not the last. Samples would be lost, or come twice. "
+                    f"Make all batches but the last divisible by {world_size}, or give "
+                    "DataLoaderConfiguration(dispatch_batches=False)."
                 )
             num_rows = trees.find_batch_size(batch) or 0
             if first_rows is None:
@@ -174,8 +176,8 @@ class DataLoaderDispatcher(PreparedLoader):
             # Not every exception can be pickled: the others have only its text.
             if read_error is None and not is_mistake:
                 raise CollectiveMismatch(
-                    f"Process 0, which reads for all, could not read the next batch: {text}\nSee "
-                    "what it raised."
+                    f"Process 0, which reads for all, could not read the next batch: {text}\nThis "
+                    "process gets its batches from there. See what process 0 raised."
                 )
             raise read_error or ConfigError(text.partition(": ")[2])
         if blank_batch is None:
@@ -211,9 +213,9 @@ def _check_divisible_leaves(batches: list[Any]) -> None:
     ]
     if indivisible:
         raise ConfigError(
-            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which has no "
-            "rows to share out. Leave it out in collate_fn, make it a tensor, or give "
-            "DataLoaderConfiguration(dispatch_batches=False)."
+            f"A batch holds {indivisible[0]!r} ({type(indivisible[0]).__name__}), which cannot "
+            "be cut into rows. Every process would get all of it. Leave it out in collate_fn, "
+            "make it a tensor, or give DataLoaderConfiguration(dispatch_batches=False)."
         )
 
 

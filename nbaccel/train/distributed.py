@@ -140,7 +140,8 @@ def name_device(*, cpu: bool = False) -> str:
         if variable not in driven:
             raise ConfigError(
                 f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "
-                f"{variable!r}. Correct or unset it."
+                f"{variable!r}. This process would not know what to compute on. Correct or unset "
+                "it."
             )
         return variable
     if (asked_device := _asked_device()) is not None:
@@ -148,7 +149,8 @@ def name_device(*, cpu: bool = False) -> str:
         if not names:
             raise ConfigError(
                 f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a "
-                "device that nbaccel does not know. Unset it, or install the package that has it."
+                "device that nbaccel does not know: it could not be set up. Unset it, or install "
+                "the package that brings the device."
             )
         return names[0]
     # The first device is the host, which is what remains if none of the others is ready. A backend
@@ -166,8 +168,8 @@ def _asked_device() -> torch.device | None:
         return torch.device(text)
     except RuntimeError as error:
         raise ConfigError(
-            f"Environment variable {_TORCH_DEVICE_VARIABLE}={text!r} names no device of torch. "
-            "Give one such as 'cuda:1' or 'cpu', or unset it."
+            f"Environment variable {_TORCH_DEVICE_VARIABLE}={text!r} names no device of torch: "
+            "nothing could be computed on it. Give one such as 'cuda:1' or 'cpu', or unset it."
         ) from error
 
 
@@ -182,16 +184,17 @@ def _process_numbers() -> dict[str, int]:
         # Checked before torch: a rendezvous with wrong numbers would wait until its timeout.
         if not 0 <= group_numbers["rank"] < group_numbers["world_size"]:
             raise ConfigError(
-                f"RANK={group_numbers['rank']} does not fit WORLD_SIZE="
-                f"{group_numbers['world_size']}. Set both, or none to train in this process alone."
+                f"RANK={group_numbers['rank']} does not fit "
+                f"WORLD_SIZE={group_numbers['world_size']}. The processes could not connect to "
+                "each other. Set both, or none to train in this process alone."
             )
         variables = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.read(name)]
         if group_numbers["world_size"] > 1 and variables:
             raise ConfigError(
                 f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
-                f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} not set. "
-                "Start them with notebook_launcher or torchrun, or unset it to train in this "
-                "process alone."
+                f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} not set. They "
+                "could not connect to each other. Start them with notebook_launcher or torchrun, "
+                "or unset WORLD_SIZE to train in this process alone."
             )
     local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
     return group_numbers | {
@@ -210,8 +213,9 @@ def _environment_number(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"Environment variable {name} must be a whole number: got {text!r}. Unset it, or start "
-            "the processes with a launcher, which sets it."
+            f"Environment variable {name} must be a whole number: got {text!r}. "
+            "It tells a process its place among the others. Unset it, or start the processes with "
+            "a launcher, which sets it."
         ) from None
 
 

@@ -114,14 +114,15 @@ class LoaderPosition:
         """Refuse anything that is not a position."""
         if not isinstance(state, Mapping):
             raise ConfigError(
-                f"This is a {type(state).__name__}, not the state of a prepared loader. Give what "
-                "its state_dict() returned."
+                f"This is a {type(state).__name__}, not the state of a prepared loader: the loader "
+                "would begin at the wrong batch. Give what its state_dict() returned."
             )
         if not {"epoch", "batches_seen", "start", "generators", "has_begun"} <= state.keys():
             raise ConfigError(
                 "This is not the state of a prepared loader: it has "
-                f"{', '.join(map(repr, sorted(state)))}. Give what its state_dict() returned; of "
-                "another library's checkpoint, load model and optimizer only."
+                f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
+                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
+                "model and optimizer only."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -618,8 +619,9 @@ def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
     """Refuse to share batches out by a mesh."""
     if device_mesh is not None:
         raise ConfigError(
-            f"{called_object.__name__}(torch_device_mesh={device_mesh}) shares batches out by a "
-            "mesh: here every process gets its own. Leave torch_device_mesh out."
+            f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
+            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
+            "torch_device_mesh out."
         )
 
 

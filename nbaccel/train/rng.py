@@ -63,8 +63,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         number = -1
     if not 0 <= number < _NUM_SEEDS:
         raise ConfigError(
-            f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}, as numpy "
-            "accepts no other seed. Give such a number."
+            f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
+            "accepts no other seed, and the other generators would be seeded without it. Give such "
+            "a number."
         )
     # numpy refuses 2**32 and above, so the largest seeds wrap around.
     seed = (number + distributed.rank()) % _NUM_SEEDS if device_specific else number
@@ -142,8 +143,8 @@ _StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
 def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
     if type_name == "generator" and generator is None:
         raise ConfigError(
-            f"rng_types has {type_name!r}, but generator={generator!r}. Give a torch.Generator, or "
-            "leave it out of rng_types."
+            f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
+            "could be shared. Give a torch.Generator, or leave it out of rng_types."
         )
     accessors: dict[str, _StateAccessors] = {
         name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
@@ -158,7 +159,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if type_name not in accessors:
         types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {type_name!r}, which is the name of no generator."
-            f"{closest(type_name, types)} Give one of {', '.join(types)}."
+            f"rng_types has {type_name!r}, which is the name of no generator. The processes would "
+            f"draw different numbers.{closest(type_name, types)} Give one of {', '.join(types)}."
         )
     return accessors[type_name]

@@ -78,7 +78,10 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 # huggingface_hub notes under which name a tied tensor was stored.
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            text = f"{path} cannot be read ({error}). Nothing has been loaded. Load another one."
+            text = (
+                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
+                "checkpoint."
+            )
             raise CheckpointDamaged(text) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
@@ -96,8 +99,9 @@ def why_unreadable(path: Path, error: Exception) -> str:
     global_match = re.search(r"GLOBAL (\S+) (was not an allowed global)?", str(error))
     if global_match:
         remedy = (
-            "If you wrote this file yourself and nobody could change it, allow the class by "
-            "torch.serialization.add_safe_globals, or all by load_kwargs={'weights_only': False}."
+            "If you wrote this file yourself and nobody could change it, "
+            "torch.serialization.add_safe_globals allows this class; load_state also takes "
+            "load_kwargs={'weights_only': False}, which allows all."
         )
         return (
             f"{path} holds a {global_match[1]}: only numbers, text, tensors and plain containers "
@@ -108,8 +112,9 @@ def why_unreadable(path: Path, error: Exception) -> str:
     if "weights_only" in reason:
         reason = "it is no pickle of plain data"
     return (
-        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, damaged or of "
-        "something else. Nothing has been loaded. Load another checkpoint, or copy it again."
+        f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
+        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
+        "copy the file again from where it was saved."
     )
 
 
@@ -247,15 +252,15 @@ def _check_no_placeholders(obj: Any, text: str) -> None:
 def _check_only_tensors(state_dict: Any, remedy: str) -> None:
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
-            f"Weights were to be saved as a dict of tensors, but this is {shown(state_dict)}. Give "
-            f"one, or use {remedy}."
+            f"Weights were to be saved, but this is {shown(state_dict)}, and files of weights "
+            f"hold a dict of tensors. Give one, or use {remedy}."
         )
     other_names = [n for n, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other_names:
         raise ConfigError(
-            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} cannot "
-            f"be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor. Leave it "
-            f"out, or use {remedy}."
+            f"{', '.join(map(repr, other_names[:3]))}{' …' if len(other_names) > 3 else ''} "
+            f"cannot be saved here: a {type(state_dict[other_names[0]]).__name__} is no tensor, "
+            f"and files of weights hold nothing else. Leave it out, or use {remedy}."
         )
 
 
@@ -343,7 +348,7 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
             for number, names in content["frozen_parameters_left_out"].items()
         },
         "the names of the frozen parameters that were left out. Nothing has been loaded. Load "
-        "another checkpoint, or copy it again.",
+        "another checkpoint, or copy the file again from where it was saved.",
     )
     return noted
 

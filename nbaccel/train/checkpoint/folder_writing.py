@@ -183,8 +183,8 @@ def _check_target(target: Path) -> None:
     if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
         refused_kind = "a mount point" if target.is_mount() else "the working folder"
         raise ConfigError(
-            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step. "
-            f"Give a folder in it: {str(target / 'checkpoint')!r}."
+            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
+            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
         )
 
 
@@ -267,9 +267,9 @@ def all_succeed(
         raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
     free_space = format_bytes(shutil.disk_usage(written_to).free)
     raise CheckpointFailed(
-        f"{text} failed. {failures} The new checkpoint has been removed, and an earlier one of "
-        f"this name is unchanged. {free_space} are free there. Remove the cause, or give a folder "
-        "on another disk."
+        f"{text} failed. {failures} The new checkpoint has been "
+        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+        "Remove the cause, or give a folder on another disk, and save again."
     ) from error
 
 
@@ -342,8 +342,9 @@ class FolderDisks:
 _tell_once = functools.cache(lambda text: write_notice(f"{text}\n"))
 
 _SHARDS_TEXT = (
-    "Weights and optimizer are in shards, so a host has only a part, which needs {} processes on "
-    "the same hosts in the same order to go on from. Give a folder that all hosts see, or "
+    "Weights and optimizer are in shards, so what a host has is only a part: training can go on "
+    "from it with {} processes on the same hosts in the same order. With another number, or "
+    "without one of these hosts, it cannot be loaded. Give a folder that all hosts see, or "
 )
 _CONSEQUENCES = {
     "": "Start them on the same hosts to go on from it, or give a folder that all hosts see.",
@@ -418,9 +419,10 @@ def check_is_own_part(folder: Path, place: Place) -> None:
     raise ConfigError(
         f"The checkpoint {str(folder)!r} has only the shards of rank {number_ranges(ranks)} of "
         f"{len(host_names)}, and this is rank {place.rank} of {place.world_size} on "
-        f"{socket.gethostname()}: the other shards were written on {', '.join(other_hosts)}. "
-        f"Nothing has been loaded. Start {len(host_names)} processes as then ({counts}, in this "
-        "order), or load a checkpoint that was saved where all hosts see it, or whole."
+        f"{socket.gethostname()}: it was saved without a shared disk, and the other shards were "
+        f"written on {', '.join(other_hosts)}. Nothing has been loaded. Start {len(host_names)} "
+        f"processes as then ({counts}, in this order), or load a checkpoint that was saved in a "
+        "folder that all hosts see, or whole."
     )
 
 

@@ -139,8 +139,8 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
     # Another strategy's shards are a mistake only if there is nothing that this run can read.
     if others and not (own_shards or there["model"]) and (parts.models or parts.optimizers):
         mistakes += [
-            f"{text} has {count_noun(len(there[kind]), 'model')} in shards, which this run's "
-            f"strategy cannot put together. Load it {_SHARD_REMEDIES[kind]}."
+            f"{text} has {count_noun(len(there[kind]), 'model')} in shards, one file per process. "
+            f"The strategy of this run cannot put them together. Load it {_SHARD_REMEDIES[kind]}."
             for kind in others
         ]
     else:
@@ -160,8 +160,9 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
             mistakes.append(
                 f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
-                f"{'is' if num_expected == 1 else 'are'} to be loaded. Prepare and register the "
-                "same objects in the same order as when it was saved."
+                f"{'is' if num_expected == 1 else 'are'} to be loaded. States would go to the "
+                "wrong ones, or be lost. Prepare and register the same objects in the same order "
+                "as when it was saved."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -494,9 +495,9 @@ class _CheckpointLoad:
             saved = self._find_model(number, model) if number in self._models else None
             if saved is None:
                 raise ConfigError(
-                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, and "
-                    "no load hook took it. Prepare the models that were saved, or register its "
-                    "hook."
+                    f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
+                    "which is to be loaded, and no load hook took it. Prepare the models that were "
+                    "saved, or register the hook that loads this one."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -666,6 +667,7 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for what was frozen then, "
-        f"and the {type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
+        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
+        f"{first_few(trained_names, 3)}"
     )
