@@ -189,7 +189,7 @@ def _moved_buffer(module: nn.Module, name: str, buffer: Any) -> Any:
 def _check_can_move(module: nn.Module, name: str, tensor: torch.Tensor, block: _Block) -> None:
     if tensor.is_meta and block.device.type != "meta":
         raise ConfigError(
-            f"{name!r} of {type(module).__name__} was made on meta inside of init_on_device("
+            f"{name!r} of {type(module).__name__} was made on meta, inside of init_on_device("
             f"{str(block.device)!r}): it has no values to move there. Give the inner block "
             "include_buffers=True, or make it outside of the outer one."
         )

@@ -318,8 +318,8 @@ class LayerwiseCastingHook(ModelHook):
 def check_float_dtypes(**dtypes: Any) -> None:
     """Refuse formats that weights cannot be converted to."""
     mistakes = [
-        f"{setting} must be a floating-point format of torch, to which weights are converted: "
-        f"got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
+        f"{setting} must be a floating-point format of torch, because weights are converted to "
+        f"it: got {dtype!r}. Give one such as torch.bfloat16 or torch.float8_e4m3fn."
         for setting, dtype in dtypes.items()
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     ]

@@ -213,9 +213,9 @@ class Accelerator(TrainingCheckpoints):
         if not fused_backwards or learning_rate is None:
             names = [type(optimizer.optimizer).__name__ for optimizer in optimizers]
             raise ConfigError(
-                f"lomo_backward(learning_rate={learning_rate!r}) needs a rate and an optimizer "
-                f"with `fused_backward`, such as lomo_optim's; prepared are {names or 'none'}. "
-                "Call accelerator.backward(loss)."
+                f"lomo_backward(learning_rate={learning_rate!r}) needs a learning rate and an "
+                f"optimizer with `fused_backward`; prepared are {names or 'none'}. Prepare "
+                "one of lomo_optim, or call accelerator.backward(loss)."
             )
         for fused_backward in fused_backwards:
             fused_backward(loss, learning_rate)
@@ -312,9 +312,9 @@ class Accelerator(TrainingCheckpoints):
         """
         if self._run.strategy.owns_precision:
             raise ConfigError(
-                f"clip_grad_value_({clip_value}): with strategy "
-                f"{self._run.initial_plan.strategy!r} an engine holds the gradients, and clips by "
-                "norm alone. Use clip_grad_norm_."
+                f"clip_grad_value_({clip_value}) is not available with strategy "
+                f"{self._run.initial_plan.strategy!r}: its engine holds the gradients, and clips "
+                "by norm alone. Use clip_grad_norm_."
             )
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)

@@ -102,8 +102,8 @@ class Handlers:
                 known = [*(one.__name__ for one in _HANDLER_KINDS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}, which has no effect: "
-                    f"{handler!r}. Give objects of {', '.join(known)}."
+                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                    f"no effect. Give objects of {', '.join(known)}."
                 )
             if kind in by_kind:
                 raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
@@ -220,8 +220,8 @@ def _accumulation_settings(
     """The settings, and where the number of batches comes from."""
     if num_steps is not None and num_steps < 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={num_steps!r}, the batches of one optimizer step, must "
-            "be a whole number of at least 1. Give 1 to step after every batch."
+            f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
+            "number of batches in one optimizer step. Give 1 to step after every batch."
         )
     if (
         accumulation_plugin is not None
@@ -269,7 +269,7 @@ def _fp8_settings(
     if not any(row.name == name and row.has_backends for row in PRECISIONS):
         raise ConfigError(
             f"kwargs_handlers got {type(handler).__name__} with mixed_precision={name!r}: nothing "
-            "would compute in 8 bits. Give mixed_precision='fp8', or leave it out."
+            "would compute in 8 bits. Give mixed_precision='fp8', or leave the handler out."
         )
     settings = handler.to_config()
     if run_config is not None and run_config.fp8 not in (None, settings):

@@ -254,9 +254,9 @@ class Preparer(RunDescription):
             device_map = getattr(model, "hf_device_map", None) or {}
             if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
                 raise ConfigError(
-                    f"This model is spread over devices (hf_device_map={device_map}), which each "
-                    f"of {self._run.place.world_size} processes would need. Load it without "
-                    "device_map, or train in one process."
+                    f"This model is spread over several devices (hf_device_map={device_map}), and "
+                    f"{self._run.place.world_size} processes would each need all of them. Load it "
+                    "without device_map, or train in one process."
                 )
             _refuse_offloaded_bits(model, device_map)
             # Of a model that a device map has spread, each module is moved by its own hook.

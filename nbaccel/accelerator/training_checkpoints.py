@@ -303,8 +303,8 @@ class Checkpoints:
             return Path(folder)
         if not self._project.automatic_checkpoint_naming:
             raise ConfigError(
-                f"load_state(input_dir={folder!r}) has nothing to load from: checkpoints are not "
-                "numbered. Give the folder that save_state returned."
+                f"load_state(input_dir={folder!r}) has nothing to load from, because checkpoints "
+                "are not numbered. Give the folder that save_state returned."
             )
         # Process 0 chooses: another one might look a moment later, when there is one more. What is
         # wrong is sent as text, because the others wait for the broadcast.

@@ -198,8 +198,8 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
         ) from error
     if file_format not in ("pt", "np", "numpy", "mlx"):
         raise CheckpointDamaged(
-            f"{path} was saved in the format {file_format!r}, which lays weights out in another "
-            "way than torch. Convert it: from_pretrained(from_tf=True, from_flax=True)."
+            f"{path} was saved in the format {file_format!r}, whose layers lay weights out in "
+            "another way than torch's. Convert it: from_pretrained(from_tf=True, from_flax=True)."
         )
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH_BYTES + header_bytes  # from which offsets count

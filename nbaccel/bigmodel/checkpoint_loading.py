@@ -100,15 +100,17 @@ def load_checkpoint_in_model(
     del offload_state_dict
     if offload_8bit_bnb:
         raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which are "
-            "not made here. Load with transformers' from_pretrained(quantization_config=...)."
+            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
+            "version does not make. Load with from_pretrained(quantization_config=...) of "
+            "transformers."
         )
     tensors = arena.named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: files of whole "
-            "tensors are read here. Leave it out, or load shards with Accelerator.load_state."
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
+            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
+            "Accelerator.load_state."
         )
     _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
@@ -151,9 +153,9 @@ def fill_model(
     empty_names = [p.names[0] for p in placements if p.tensor.is_meta and is_sharded(p.tensor)]
     if empty_names:
         raise ConfigError(
-            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}): they "
-            'have no memory. Nothing has been loaded. Call model.to_empty(device="cpu") (or '
-            "another device) before, or load before sharding."
+            f"{len(empty_names)} sharded weights are on meta ({first_few(empty_names, 3)}), "
+            "without memory for their values. Nothing has been loaded. Call "
+            'model.to_empty(device="cpu") (or another device) before, or load before sharding.'
         )
     files = WeightFiles()
     files.map_files(placement.stored for placement in placements)

@@ -115,10 +115,8 @@ def get_max_memory(
         device for device in parsed_budgets if is_accelerator(device) and device not in present
     ]
     if absent:
-        text = (
-            "max_memory names devices that are not available: %s; this machine has %s. A map that "
-            "uses them can be made here, and followed only where they are."
-        )
+        text = "max_memory names devices that are not available: %s; this machine has %s. A map "
+        text += "that uses them can be made here, and followed only where they are."
         _log.warning(text, absent, present or "no accelerator")
     return parsed_budgets
 
@@ -250,10 +248,8 @@ def infer_auto_device_map(
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
     tied_groups = find_tied_parameters(model)
     if not tied_groups and check_tied_parameters_in_config(model):
-        text = (
-            "The configuration of %s ties weights, and none of its weights are tied: each would "
-            "get room of its own. Call model.tie_weights() before."
-        )
+        text = "The configuration of %s ties weights, and none of its weights are tied: each would "
+        text += "get room of its own. Call model.tie_weights() before."
         _log.warning(text, type(model).__name__)
     whole_classes = class_names(no_split_module_classes)
     # Accelerate splits the model itself, also where its class must not be split.

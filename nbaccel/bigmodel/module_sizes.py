@@ -276,5 +276,6 @@ def check_tied_parameters_on_same_device(
     for tied_names in tied_params:
         devices = {name: device_map[_known_owner(name, device_map)] for name in tied_names}
         if len(set(devices.values())) > 1:
-            text = "Tied parameters are mapped to different devices, and would be one weight no "
-            _log.warning(text + 'more: %s. Change the map, or take "auto".', devices)
+            text = "Tied parameters are mapped to different devices: %s. Each device would get its "
+            text += 'own copy, and they are one weight no more. Change the map, or take "auto".'
+            _log.warning(text, devices)

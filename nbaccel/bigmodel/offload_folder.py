@@ -261,7 +261,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ConfigError(
                 f"state_dict={state_dict}, save_folder={save_folder} and index={index}: there is "
-                "nothing to load weights from. Give one."
+                "nothing to load weights from. Give one of them."
             )
         if index is None and save_folder is not None:
             index = load_offload_index(save_folder)

@@ -68,15 +68,15 @@ def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         owner = module.get_submodule(module_name)
     except AttributeError as error:
         raise ConfigError(
-            f"{type(module).__name__} has no tensor {tensor_name!r} ({error}). Take a name from "
-            "its state_dict()."
+            f"{type(module).__name__} has no tensor {tensor_name!r} ({error}), so none can be "
+            "placed. Take a name from its state_dict()."
         ) from None
     parameters, buffers, _ = module_tables(owner)
     if last_name not in parameters and last_name not in buffers:
         there = ", ".join([*parameters, *buffers]) or "none"
         raise ConfigError(
             f"{type(owner).__name__} has no parameter or buffer {last_name!r} (asked for as "
-            f"{tensor_name!r}). It has: {there}."
+            f"{tensor_name!r}), so it cannot be placed. It has: {there}."
         )
     return owner, last_name
 

@@ -86,9 +86,9 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
     classes = [named] if isinstance(named, str) else named or own_block_classes(model)
     if not classes:
         raise ConfigError(
-            f"auto_wrap_policy={policy!r} needs the blocks' classes, and {type(model).__name__} "
-            "names none in `_no_split_modules`. Give transformer_cls_names_to_wrap=['YourBlock'], "
-            "or auto_wrap_policy='size_based_wrap'."
+            f"auto_wrap_policy={policy!r} needs the class names of the blocks: "
+            f"{type(model).__name__} names none in `_no_split_modules`. Give "
+            "transformer_cls_names_to_wrap=['YourBlock'], or auto_wrap_policy='size_based_wrap'."
         )
     return _of_classes(model, classes, strict=True)
 

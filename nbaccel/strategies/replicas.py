@@ -109,9 +109,9 @@ def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
             f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
         )
         raise CollectiveMismatch(
-            f"The processes have gradients of different parameters ({by_process} of them), and "
-            "cannot be averaged. Let all use the same parts of the model in each step, or add 0 * "
-            "parameter.sum() of the unused ones to the loss."
+            f"The processes have gradients of different parameters ({by_process} of them): they "
+            "cannot be averaged. Let every process use the same parts of the model in each step, "
+            "or add 0 * parameter.sum() of the unused ones to the loss."
         )
 
 

@@ -203,8 +203,8 @@ def read_metadata(folder: Path) -> Metadata:
     metadata_path = folder / ".metadata"
     if not metadata_path.is_file():
         raise CheckpointDamaged(
-            f"{metadata_path} is missing, which says where the shards are. Not all was copied "
-            f"(its name begins with a dot), or saved. {SHARDS_REMEDY}"
+            f"{metadata_path} is missing, which says where the shards are. The save was "
+            f"interrupted, or not all was copied (its name begins with a dot). {SHARDS_REMEDY}"
         )
     try:
         return _NoteUnpickler(metadata_path.read_bytes()).load_metadata()
@@ -360,8 +360,8 @@ class OwnPartCheckpoints:
         # Up to 2.6, DCP works only in groups with process 0. The method is as old as the mending.
         if not hasattr(torch.cpu.Stream, "record_event"):
             raise PlatformUnsupported(
-                f"save_state in shards without a shared disk needs torch 2.7: this is "
-                f"{torch.__version__}. Update it, give a folder that all hosts see, or "
+                "save_state in shards on hosts that do not share a disk needs torch 2.7 or newer: "
+                f"this is {torch.__version__}. Update torch, give a folder that all hosts see, or "
                 "state_dict_type='FULL_STATE_DICT'."
             )
         # Made by all processes in the same order, also by those that are not in them.

@@ -228,8 +228,9 @@ class CollectiveCheck:
     def _describe_returned(self, own: _Entry, rank: int, also: str) -> str:
         return (
             f"Process {self._rank} is in {own.describe()}, but process {rank} has left: its "
-            f"function returned or it died{also}. All must call every collective equally often; "
-            f"look for an `if` or a `break` around this line that process {rank} does not take."
+            f"function returned or it died{also}. Every process must call every collective equally "
+            f"often; look for an `if` or a `break` around this line that process {rank} does not "
+            "take."
         )
 
     def _describe_missing(self, own: _Entry, waited_s: float) -> str:
@@ -246,8 +247,8 @@ class CollectiveCheck:
         )
         if self._check == "first":
             lines.append(
-                "A process whose shapes differ may be in this very call, made twice before and "
-                f"compared no more: {CHECK_VARIABLE}=always compares all."
+                "A process whose shapes differ may be in this very call, which it has made twice "
+                f"before and compares no more: {CHECK_VARIABLE}=always compares all."
             )
         return "\n".join(lines)
 

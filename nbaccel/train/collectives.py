@@ -312,9 +312,9 @@ def check_in_sync(
     if differences and collectives.place.is_main:
         listed = first_few(differences, 10, separator="\n  ")
         warnings.warn(
-            f"The processes have drifted apart:\n  {listed}\nThey train different models. Look for "
-            "code that changes weights on one process only, different seeds before the model was "
-            "built, or a `break` that only some take.",
+            f"The processes have drifted apart:\n  {listed}\nThey train different models from here "
+            "on. Look for code that changes weights on one process only, different seeds before "
+            "the model was built, or a `break` that only some take.",
             stacklevel=3,  # past Accelerator.check_in_sync
         )
     return not differences

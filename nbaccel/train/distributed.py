@@ -168,9 +168,8 @@ def _asked_device() -> torch.device | None:
         return torch.device(text)
     except RuntimeError as error:
         raise ConfigError(
-            f"Environment variable {_TORCH_DEVICE_VARIABLE}={text!r} names no device of "
-            "torch: nothing could be computed on it. Give one such as 'cuda:1' or 'cpu', or unset "
-            "it."
+            f"Environment variable {_TORCH_DEVICE_VARIABLE}={text!r} names no device of torch: "
+            "nothing could be computed on it. Give one such as 'cuda:1' or 'cpu', or unset it."
         ) from error
 
 

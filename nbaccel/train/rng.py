@@ -159,8 +159,7 @@ def _state_accessors(type_name: str, generator: torch.Generator | None) -> _Stat
     if type_name not in accessors:
         types = [*dict.fromkeys((*accessors, "generator"))]
         raise ConfigError(
-            f"rng_types has {type_name!r}, which is the name of no generator. The "
-            f"processes would draw different numbers.{closest(type_name, types)} Give one of "
-            f"{', '.join(types)}."
+            f"rng_types has {type_name!r}, which is the name of no generator. The processes would "
+            f"draw different numbers.{closest(type_name, types)} Give one of {', '.join(types)}."
         )
     return accessors[type_name]

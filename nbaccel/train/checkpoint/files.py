@@ -78,7 +78,10 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 # huggingface_hub notes under which name a tied tensor was stored.
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            text = f"{path} cannot be read ({error}). Nothing has been loaded. Load another one."
+            text = (
+                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
+                "checkpoint."
+            )
             raise CheckpointDamaged(text) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
@@ -249,8 +252,8 @@ def _check_no_placeholders(obj: Any, text: str) -> None:
 def _check_only_tensors(state_dict: Any, remedy: str) -> None:
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
-            f"Weights were to be saved as a dict of tensors, but this is {shown(state_dict)}. Give "
-            f"one, or use {remedy}."
+            f"Weights were to be saved, but this is {shown(state_dict)}, and files of weights "
+            f"hold a dict of tensors. Give one, or use {remedy}."
         )
     other_names = [n for n, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other_names:

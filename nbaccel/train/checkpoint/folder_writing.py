@@ -183,8 +183,8 @@ def _check_target(target: Path) -> None:
     if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
         refused_kind = "a mount point" if target.is_mount() else "the working folder"
         raise ConfigError(
-            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step. "
-            f"Give a folder in it: {str(target / 'checkpoint')!r}."
+            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
+            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
         )
 
 
@@ -267,9 +267,9 @@ def all_succeed(
         raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
     free_space = format_bytes(shutil.disk_usage(written_to).free)
     raise CheckpointFailed(
-        f"{text} failed. {failures} The new checkpoint has been removed, and an earlier one of "
-        f"this name is unchanged. {free_space} are free there. Remove the cause, or give a folder "
-        "on another disk."
+        f"{text} failed. {failures} The new checkpoint has been "
+        f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
+        "Remove the cause, or give a folder on another disk, and save again."
     ) from error
 
 

@@ -160,9 +160,9 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
             mistakes.append(
                 f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
-                f"{'is' if num_expected == 1 else 'are'} to be loaded. States would go to wrong ones, "
-                "or be lost. Prepare and register the same objects in the same order as when "
-                "it was saved."
+                f"{'is' if num_expected == 1 else 'are'} to be loaded. States would go to the "
+                "wrong ones, or be lost. Prepare and register the same objects in the same order "
+                "as when it was saved."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -667,6 +667,7 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for what was frozen then, "
-        f"and the {type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
+        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
+        f"{first_few(trained_names, 3)}"
     )
