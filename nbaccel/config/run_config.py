@@ -348,6 +348,7 @@ class RunConfig(Exchangeable):
         None,
         "Settings of torch.compile: a backend's name, or those of TorchDynamoPlugin.",
         read=read_dynamo_settings,
+        must="a backend of torch.compile, a dictionary of settings, or None",
         do='Give for example {"backend": "inductor"}, or leave it out',
     )
     variables: dict[str, str] | None = setting(

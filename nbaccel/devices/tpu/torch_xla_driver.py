@@ -120,7 +120,7 @@ class TorchXlaDriver(TpuDriver):
         if is_short:
             return ""
         raise ConfigError(
-            f"downcast_bf16=True comes too late: a tensor was made on {self.torch_type!r} before, "
+            f"downcast_bf16=True comes too late: a tensor was made on {self.kind!r} before, "
             "and torch_xla decides then how floats are kept. Training would go on in float32. Make "
             "the Accelerator first, or set XLA_DOWNCAST_BF16=1 before the launch."
         )
