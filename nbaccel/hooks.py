@@ -109,7 +109,11 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, called in their order; ``no_grad`` of one holds for all."""
+    """Several hooks as one, called in their order at every event.
+
+    Args:
+        *hooks: The hooks. ``no_grad`` of one holds for all.
+    """
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -201,7 +205,15 @@ def _is_graph_module(module: nn.Module) -> bool:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Give a module, and its submodules with `recurse`, the ``forward`` back that it had before."""
+    """Take the hook from a module, and give it the ``forward`` back that it had before.
+
+    Args:
+        module: The module; one without a hook stays as it is.
+        recurse: Whether from its submodules, too.
+
+    Returns:
+        The module.
+    """
     if hasattr(module, HOOK_ATTRIBUTE):
         getattr(module, HOOK_ATTRIBUTE).detach_hook(module)
         delattr(module, HOOK_ATTRIBUTE)
@@ -233,8 +245,10 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 class CpuOffload(ModelHook):
     """Keeps a model in host memory until it is called; after that it stays where it computed.
 
-    That is this machine's accelerator, else the CPU, unless it is said. The model of
-    `prev_module_hook`, which comes before it in a pipeline, goes back to host memory first.
+    Args:
+        execution_device: Where it computes; None: this machine's accelerator, else the CPU.
+        prev_module_hook: Of the model that comes before it in a pipeline: that one goes back to
+            host memory first.
     """
 
     def __init__(
@@ -262,7 +276,12 @@ class CpuOffload(ModelHook):
 
 @dataclass(eq=False, repr=False)
 class UserCpuOffloadHook:
-    """What a user needs of a `CpuOffload`: send the model back, or remove the hook."""
+    """What a user needs of a `CpuOffload`: send the model back, or remove the hook.
+
+    Args:
+        model: The model.
+        hook: Its hook.
+    """
 
     model: nn.Module
     hook: ModelHook
@@ -291,7 +310,13 @@ def _parameter_device(module: nn.Module) -> torch.device | None:
 
 @dataclass(eq=False, repr=False)
 class LayerwiseCastingHook(ModelHook):
-    """Keeps a module's weights in one format, and converts them to another for ``forward``."""
+    """Keeps a module's weights in one format, and converts them to another for ``forward``.
+
+    Args:
+        storage_dtype: What they are kept in, such as ``torch.float8_e4m3fn``.
+        compute_dtype: What they are while the module computes.
+        non_blocking: Whether the conversion may be under way when the next step begins.
+    """
 
     storage_dtype: torch.dtype  # such as ``torch.float8_e4m3fn``
     compute_dtype: torch.dtype
@@ -630,10 +655,20 @@ def attach_align_device_hook(
 ) -> None:
     """Hook every submodule that has parameters or buffers of its own.
 
-    Arguments are those of `AlignDevicesHook`, and these: in `weights_map` the module's names begin
-    with `module_name`. Instances of `preload_module_classes` get all their weights, those of
-    submodules included, before they run: for classes that use weights of submodules without calling
-    them. `order` is shared by the hooks of one model; a new one reads ahead with `prefetch`.
+    Args:
+        module: The module.
+        execution_device: Where it computes.
+        offload: Whether weights are on ``meta`` between calls.
+        weights_map: Where offloaded weights come from, by their whole names.
+        offload_buffers: Whether buffers are offloaded, too.
+        module_name: What the module is called in `weights_map`.
+        skip_keys: See `AlignDevicesHook`.
+        preload_module_classes: Names of classes whose instances get all their weights, those of
+            submodules included, before they run: for those that use weights of submodules
+            without calling them.
+        tied_params_map: See `set_module_tensor_to_device`.
+        order: Shared by the hooks of one model; None: a new one.
+        prefetch: Whether a new one asks for weights ahead of time.
     """
     order = order or ExecutionOrder(prefetch=prefetch)
     whole_classes = preload_module_classes if offload and preload_module_classes else ()

@@ -119,8 +119,11 @@ class JsonlTracker(GeneralTracker):
     """One JSON object per line in ``<logging_dir>/<run_name>.jsonl``, readable while it grows.
 
     A line has ``step``, ``time`` (seconds since 1970) and ``values``; the configuration is a line
-    with ``config`` instead, the first of a run. Numbers that JSON lacks are texts: ``"nan"``. An
-    existing file is continued.
+    with ``config`` instead, the first of a run. Numbers that JSON lacks are texts: ``"nan"``.
+
+    Args:
+        run_name: The run; an existing file is continued.
+        logging_dir: The folder.
     """
 
     name = "jsonl"
@@ -157,7 +160,13 @@ class JsonlTracker(GeneralTracker):
 
 
 class TensorBoardTracker(GeneralTracker):
-    """TensorBoard's event files in ``<logging_dir>/<run_name>``; `kwargs` are `SummaryWriter`'s."""
+    """TensorBoard's event files in ``<logging_dir>/<run_name>``.
+
+    Args:
+        run_name: The run.
+        logging_dir: The folder of all runs.
+        **kwargs: Arguments of ``torch.utils.tensorboard.SummaryWriter``.
+    """
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -312,7 +321,13 @@ class ServiceTracker(GeneralTracker):
 
 
 class AimTracker(ServiceTracker):
-    """A run of Aim, in its repository `logging_dir`; further arguments are those of ``aim.Run``."""
+    """A run of Aim.
+
+    Args:
+        run_name: Its name.
+        logging_dir: Folder of Aim's repository.
+        **kwargs: Arguments of ``aim.Run``.
+    """
 
     name = "aim"
     requires_logging_directory = True
@@ -440,7 +455,13 @@ class MLflowTracker(ServiceTracker):
 
 
 class DVCLiveTracker(ServiceTracker):
-    """DVCLive, which names runs by folder: of `live` to continue, or made by its arguments."""
+    """DVCLive.
+
+    Args:
+        run_name: Not used: DVCLive names by folder.
+        live: A ``dvclive.Live`` to continue.
+        **kwargs: Arguments of ``dvclive.Live``.
+    """
 
     name = "dvclive"
 
@@ -659,14 +680,16 @@ LOGGER_TYPE_TO_CLASS: ChainMap[str, type[GeneralTracker]] = ChainMap({}, BUILT_I
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let ``log_with`` find a class by its `name`, in this process.
+    """Let ``log_with`` find a class by its name, in this process.
 
     Call it before the `Accelerator` is made; for a launch, inside of the function that is launched.
-    The class is made with the run's name, then the folder, where it has
-    `requires_logging_directory`, and with its `init_kwargs`.
+
+    Args:
+        tracker_class: Its `name` is the name; it is made with the run's name, then the folder,
+            where it has `requires_logging_directory`, and with its `init_kwargs`.
 
     Raises:
-        ConfigError: It is no subclass of `GeneralTracker`, or lacks a name.
+        ConfigError: It is no subclass of `GeneralTracker`, or lacks one of these.
     """
     is_tracker = GeneralTracker in getattr(tracker_class, "__mro__", ())
     if not is_tracker or not hasattr(tracker_class, "name"):

@@ -52,8 +52,14 @@ def send_to_device(
 ) -> Any:
     """Move all tensors, and other leaves that have a method ``to``, to a device.
 
-    With `non_blocking` the copies may still be under way when this returns. Values of mappings
-    under `skip_keys`, at any depth, stay where they are. Containers keep their type.
+    Args:
+        tensor: A batch.
+        device: Where to.
+        non_blocking: Whether the copies may still be under way when this returns.
+        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
+
+    Returns:
+        The batch, there; containers keep their type.
     """
     stay_keys = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
 

@@ -154,8 +154,15 @@ def get_balanced_memory(
     end where shares do; the last keeps its whole budget. A single accelerator whose budget was not
     given is used to 90 %, so that something is left for activations.
 
-    Arguments are those of :func:`infer_auto_device_map`. No budget grows; accelerators with a
-    budget of 0 take no share, and with `low_zero` the first gets what the others have no room for.
+    Args:
+        model: The module; its tensors may be on ``meta``.
+        max_memory: As in :func:`get_max_memory`; no budget grows. Accelerators with a budget of 0
+            take no share.
+        no_split_module_classes: Names of the classes of blocks that must not be split.
+        dtype: As in ``compute_module_sizes``.
+        special_dtypes: As in ``compute_module_sizes``.
+        low_zero: Whether the first accelerator gets only what the others have no room for.
+        inventory: As in :func:`get_max_memory`.
 
     Returns:
         Budgets in bytes, in the order of :func:`get_max_memory`.
@@ -388,8 +395,12 @@ def clean_device_map(
 ) -> OrderedDict[str, Any]:
     """Name a module as a whole where several names of a map lie inside it, all on one device.
 
-    Names of `module_name` are put together, all of them where it is empty. The map is changed and
-    returned; each module stands where the first name inside of it stood.
+    Args:
+        device_map: Devices by name; it is changed.
+        module_name: The module whose names are put together; all of them where it is empty.
+
+    Returns:
+        The same map. Each module stands where the first name inside of it stood.
     """
     devices_below: dict[str, list[Any]] = {}
     names_below: dict[str, int] = {}
@@ -415,9 +426,13 @@ def clean_device_map(
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceOfMap]) -> None:
-    """Refuse a map, by modules and tensors, that has no device for some of a model's weights.
+    """Refuse a map that has no device for some of a model's weights.
 
     Names that the model does not have are warned of.
+
+    Args:
+        model: The module.
+        device_map: Devices by the names of modules and tensors.
 
     Raises:
         ConfigError: Parameters and saved buffers without a device, all of them.
@@ -451,8 +466,13 @@ def fallback_allocate(
 ) -> tuple[str | None, Any, list[NamedPart]]:
     """Find the first block that fits into a limit, and take it out of a list of modules.
 
-    Sizes are those of :func:`compute_module_sizes`; nothing fits into less than 0 bytes. A block
-    counts with the blocks that hold what is tied to it.
+    Args:
+        modules: Modules and tensors with their names.
+        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
+        size_limit: Bytes, or a text such as ``"2GiB"``. Nothing fits below 0.
+        no_split_module_classes: Names of the classes of blocks that must not be split.
+        tied_parameters: Groups of tied parameters. A block counts with the blocks that hold
+            what is tied to it.
 
     Returns:
         The block's name, the block, and what is left of the modules: those around the block are

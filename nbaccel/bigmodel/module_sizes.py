@@ -40,9 +40,16 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and, unless they are left out, buffers by name; of submodules with `recurse`.
+    """Parameters and buffers by name.
 
-    With `remove_non_persistent` without buffers that are not in the state dict.
+    Args:
+        module: Whose.
+        include_buffers: Whether buffers, too.
+        recurse: Whether those of submodules, too.
+        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
+
+    Yields:
+        Names and tensors.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -167,7 +174,13 @@ def compute_module_total_buffer_size(
     dtype: WeightFormat | None = None,
     special_dtypes: Mapping[str, WeightFormat] | None = None,
 ) -> int:
-    """Bytes of all buffers of a model; formats are as in :func:`compute_module_sizes`."""
+    """Bytes of all buffers of a model.
+
+    Args:
+        model: The module.
+        dtype: As in :func:`compute_module_sizes`.
+        special_dtypes: As in :func:`compute_module_sizes`.
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -179,8 +192,15 @@ def get_max_layer_size(
     """The largest layer: what has to fit on a device at once for the model to run at all.
 
     A layer is a module without submodules, one whose class must not be split, or a tensor among
-    ``modules``. Sizes are those of :func:`compute_module_sizes`. Returns its bytes, and the names
-    of all layers of this size.
+    ``modules``.
+
+    Args:
+        modules: Modules and tensors with their names.
+        module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
+        no_split_module_classes: Names of the classes that must not be split.
+
+    Returns:
+        Its bytes, and the names of all layers of this size.
     """
     whole_classes = class_names(no_split_module_classes)
     layer_bytes: list[tuple[str, int]] = []
@@ -200,9 +220,13 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and those of its largest layer with the names of all layers of that size.
+    """Bytes of a model, and of its largest layer.
 
-    A model of transformers says itself which of its classes are not split.
+    Args:
+        model: The module; one of transformers says itself which of its classes are not split.
+
+    Returns:
+        The whole; the largest layer's bytes with the names of all layers of that size.
     """
     module_sizes = compute_module_sizes(model)
     whole_classes = getattr(model, "_no_split_modules", None)

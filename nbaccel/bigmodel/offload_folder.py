@@ -33,7 +33,16 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Write one tensor to a folder that exists; returns `index`, with its format and shape.
+    """Write one tensor to a folder.
+
+    Args:
+        weight: The tensor, on any device.
+        weight_name: What it is called.
+        offload_folder: The folder, which exists.
+        index: Where its format and shape are noted.
+
+    Returns:
+        `index`.
 
     Raises:
         ConfigError: The name would lead out of the folder, the tensor has no values to write, or
@@ -49,7 +58,11 @@ def offload_weight(
 def offload_state_dict(
     save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write tensors by name to a folder, which is made if need be, and add them to its index.
+    """Write tensors to a folder, which is made if need be, and add them to its index.
+
+    Args:
+        save_dir: The folder.
+        state_dict: The tensors by name.
 
     Raises:
         ConfigError: A name would lead out of the folder, a tensor has no values to write, or the
@@ -96,7 +109,11 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
 def save_offload_index(
     index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Add formats and shapes by name to a folder's index; without any, nothing is written.
+    """Add entries to a folder's index; without any, nothing is written.
+
+    Args:
+        index: Formats and shapes by name.
+        offload_folder: The folder.
 
     Raises:
         CheckpointDamaged: The index that is there cannot be read.
@@ -144,9 +161,14 @@ def _damaged(path: Path, problem: str) -> CheckpointDamaged:
 def load_offloaded_weight(
     weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A weight, by its entry of the index, as a tensor over its file: read when it is used.
+    """A weight as a tensor over its file: read when it is used, and the file is never changed.
 
-    What is written to it stays in this process's memory.
+    Args:
+        weight_file: The file.
+        weight_info: Its entry of the index: ``dtype`` and ``shape``.
+
+    Returns:
+        The tensor, in host memory. What is written to it stays in this process's memory.
 
     Raises:
         CheckpointDamaged: The entry makes no sense, or the file has not the size that it tells.
@@ -305,7 +327,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """The entries of a state dict that belong to submodules (or are tensors) of these names."""
+    """The entries of a state dict that belong to some submodules.
+
+    Args:
+        state_dict: The whole.
+        submodule_names: Names of submodules, or of single tensors.
+
+    Returns:
+        The entries, with their whole names.
+    """
     return {
         key: tensor
         for name in submodule_names

@@ -222,9 +222,12 @@ def _placed_tensor(
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Let parameters that were one tensor be one again, by groups as of `find_tied_parameters`.
+    """Let parameters that were one tensor be one again.
 
-    A group becomes its first tensor that is not on ``meta``; one all on ``meta`` stays as it is.
+    Args:
+        model: The model.
+        tied_params: Groups of names, as `find_tied_parameters` gives them. A group becomes its
+            first tensor that is not on ``meta``; one that is there altogether stays as it is.
 
     Raises:
         ConfigError: The model has no tensor of one of the names.

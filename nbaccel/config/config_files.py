@@ -197,10 +197,18 @@ def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
 def read_accelerate_yaml(
     source: str | Path, changes: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """Read a configuration file of Accelerate, or its text: YAML, or JSON, of any version.
+    """Read a configuration file of Accelerate: YAML, or JSON, of any version.
 
-    `changes` are settings of `RunConfig` that replace the file's, before all are judged: a
-    `ConfigError` has every mistake, and what the file asks for that nbaccel lacks.
+    Args:
+        source: The file's path, or its text.
+        changes: Settings of `RunConfig` that replace the file's, before they are judged.
+
+    Returns:
+        The settings, and what each key became.
+
+    Raises:
+        ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
+            all mistakes.
     """
     is_text = isinstance(source, str) and ("\n" in source or ":" in source)
     file_path = None if is_text else Path(source)
@@ -618,9 +626,17 @@ def default_config_path() -> Path:
 def load_config_file(
     path: str | Path | None = None, changes: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """Read a configuration file, of nbaccel or of Accelerate; None: the default one, if there.
+    """Read a configuration file, of nbaccel or of Accelerate.
 
-    `changes` replace the file's settings, before all are judged: a `ConfigError` has every mistake.
+    Args:
+        path: The file; None for the default file, which need not be there.
+        changes: Settings that replace the file's, before all are judged together.
+
+    Returns:
+        The settings, and what became of Accelerate's keys.
+
+    Raises:
+        ConfigError: It cannot be read, or settings in it are wrong; all mistakes.
     """
     changes = changes or {}
     file_path = Path(path).expanduser() if path is not None else default_config_path()

@@ -112,13 +112,27 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Settings of a mapping, or of the name of a backend; other values are left as they are."""
+        """Convert a given value to settings.
+
+        Args:
+            value: Settings, a mapping of them, or the name of a backend.
+
+        Returns:
+            The settings, or the value for a validator to refuse.
+
+        Raises:
+            ConfigError: A setting in the mapping is wrong.
+        """
         if isinstance(value, str):
             return cls(backend=value)
         return cls(**value) if isinstance(value, Mapping) else value
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which Accelerate gets the same settings."""
+        """The environment variables by which Accelerate gets the same settings.
+
+        Returns:
+            Names and values.
+        """
         values: dict[str, object] = {
             _variable_name(name): value
             for name, value in dict(self).items()
@@ -135,7 +149,14 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """The settings that :meth:`variables` passed to this process; None where there are none."""
+        """The settings that :meth:`variables` passed to this process.
+
+        Returns:
+            The settings; None where no variable says anything.
+
+        Raises:
+            ConfigError: A variable has a wrong value.
+        """
         values = {
             name.removeprefix(_VARIABLE_PREFIX): value
             for name, value in env.snapshot().items()

@@ -247,7 +247,14 @@ class FullyShardedDataParallelPlugin(Settings):
         return plain_name(self.state_dict_type) == "SHARDED_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Let ``save_state`` write ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT`` from now on."""
+        """Let ``save_state`` write in another way from now on: train in shards, save one file.
+
+        Args:
+            state_dict_type: ``FULL_STATE_DICT`` or ``SHARDED_STATE_DICT``; None leaves it.
+
+        Raises:
+            ConfigError: It is another.
+        """
         if state_dict_type is not None:
             self.state_dict_type = FieldCheck(_STATE_TYPE).read(
                 "state_dict_type", state_dict_type, owner=type(self).__name__
@@ -256,7 +263,13 @@ class FullyShardedDataParallelPlugin(Settings):
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Give the number format, if there is none or to override. `buffer_autocast` is unused."""
+        """Give the number format, where none was given.
+
+        Args:
+            mixed_precision: ``fp16``, ``bf16`` or ``fp32``.
+            buffer_autocast: FSDP1's, without effect: ``fully_shard`` leaves buffers as they are.
+            override: Whether it replaces one that was given.
+        """
         if override or self.mixed_precision_policy is None:
             self.mixed_precision_policy = None if mixed_precision == "fp32" else mixed_precision
 
@@ -531,7 +544,14 @@ class ProfileKwargs(Handler):
     output_trace_dir: str | Path | None = None
 
     def build(self) -> Any:
-        """A context manager: ``torch.profiler.profile`` with these settings."""
+        """A ``torch.profiler.profile`` with these settings.
+
+        Returns:
+            The profiler, to be used as a context manager.
+
+        Raises:
+            ConfigError: An activity is unknown.
+        """
         # By name and only here: modules of `config` must not import torch.
         profiler_module: Any = importlib.import_module("torch.profiler")
         kinds = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}

@@ -396,10 +396,19 @@ class RunConfig(Exchangeable):
         return self.deepspeed is not None or bool(self.zero_stage)
 
     def changed(self, **settings: Any) -> RunConfig:
-        """A copy with other values, validated like a new one: `ConfigError` if they are wrong.
+        """A copy with other values, validated like a new one.
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
         has them, unless they are given beside it.
+
+        Args:
+            **settings: The settings to change.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigError: The new settings are wrong or contradict the others.
         """
         return type(self)(**merged_settings(dict(self), settings))
 
@@ -455,7 +464,17 @@ class Configured(Protocol):
 
 
 def run_config_of(given_config: Any) -> RunConfig:
-    """The settings of a `RunConfig`, or of what has one as ``config``, such as a picker."""
+    """The settings that were given as ``config=``.
+
+    Args:
+        given_config: A `RunConfig`, or an object with one as its ``config``, such as a picker.
+
+    Returns:
+        The settings as they are now.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     if isinstance(given_config, RunConfig):
         return given_config
     # By the attribute and not by class: this package must not import the pickers.

@@ -54,11 +54,17 @@ def _missing_widget_part(shell: Any) -> str:
 
 
 class Picker(HasTraits):
-    """All settings of a run, to be chosen by looking; made as by :func:`configure`.
+    """All settings of a run, to be chosen by looking.
 
     Give it as ``config`` wherever a `RunConfig` is taken; as the last line of a cell it shows
     itself. What is chosen with the mouse, from Python (`choose`) or by setting ``config`` is the
-    same everywhere at once. `inventory` is another machine than this one.
+    same everywhere at once.
+
+    Args:
+        config: Where to begin, a `RunConfig` or another picker; None: the defaults.
+        model: The module whose memory is shown; it may be on ``meta``.
+        sample_batch: A batch of one process, for the activations.
+        inventory: The machine; None looks at this one.
 
     Attributes:
         config: The chosen settings.
@@ -91,7 +97,11 @@ class Picker(HasTraits):
         self._model.observe(self._follow)
 
     def choose(self, name: str, value: Any) -> None:
-        """Make a choice: ``"mixed_precision"``, or a key of DeepSpeed; None leaves it open.
+        """Make a choice, as with the mouse.
+
+        Args:
+            name: Its name: ``"mixed_precision"``, ``"zero_stage"``, or a key of DeepSpeed.
+            value: What to take; None leaves it open.
 
         Raises:
             ConfigError: It cannot be taken; everything stays as it was.
@@ -100,7 +110,14 @@ class Picker(HasTraits):
             self._model.choose(name, value)
 
     def suggest(self) -> str:
-        """Take the fastest settings that fit, and tell which; `ConfigError` where nothing fits."""
+        """Take the fastest settings that fit; one `undo` takes them back.
+
+        Returns:
+            What was taken, in one line.
+
+        Raises:
+            ConfigError: Nothing fits, or no model was given.
+        """
         with self._model.lock:
             return self._model.suggest()
 
@@ -110,12 +127,27 @@ class Picker(HasTraits):
             self._model.undo()
 
     def load(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Take over a DeepSpeed configuration or a `RunConfig`: path, JSON, YAML or mapping."""
+        """Take over a DeepSpeed configuration or a `RunConfig`.
+
+        Args:
+            source: A path, JSON or YAML as text, or what is in it.
+
+        Raises:
+            ConfigError: It cannot be read, or holds mistakes, all of them listed.
+        """
         with self._model.lock:
             self._model.load(source)
 
     def save(self, path: str | Path, face: str = "YAML") -> None:
-        """Write a face: ``YAML``, ``DeepSpeed JSON``, ``Python`` or ``Command line``."""
+        """Write the configuration to a file.
+
+        Args:
+            path: The file.
+            face: ``"YAML"``, ``"DeepSpeed JSON"``, ``"Python"`` or ``"Command line"``.
+
+        Raises:
+            ConfigError: There is no such face now, or the file cannot be written.
+        """
         with self._model.lock:
             self._model.save(path, face)
 
@@ -274,6 +306,9 @@ def configure(model: Any = None, sample_batch: Any = None, *, config: Any = None
 
     Returns:
         The picker: give it as ``config`` to a launch, or read its ``config``.
+
+    Raises:
+        ConfigError: What was given is no module, no batch or no configuration.
     """
     picker = Picker(config, model=model, sample_batch=sample_batch)
     picker.show()

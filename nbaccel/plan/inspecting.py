@@ -143,7 +143,11 @@ def free_host_bytes() -> int:
 
 
 def inspect_machine() -> Inventory:
-    """Look at this machine and this process, for a few milliseconds; nothing is initialised."""
+    """Look at this machine and this process.
+
+    Returns:
+        What was found, a few milliseconds after the call; nothing was initialised for it.
+    """
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()

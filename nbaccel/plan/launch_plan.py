@@ -69,7 +69,11 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """The plan in one line: ``2 CPU workers, 1 thread each, started from the template``."""
+        """The plan in one line.
+
+        Returns:
+            ``2 CPU workers, 1 thread each, started from the template``, for example.
+        """
         text = "" if self.num_processes == 1 else " each"
         parts = [
             count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
@@ -87,14 +91,29 @@ class Plan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
+        """The plan as a table: what, value, why; warnings under it.
+
+        Returns:
+            Text for a fixed-width font, at most 100 characters a line where words allow.
+        """
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
         return self.explain()
 
     def with_start_method(self, method: str, reason: str) -> Plan:
-        """The same plan with workers started by another `method`, for a `reason`."""
+        """The same plan with workers started in another way.
+
+        Args:
+            method: ``template``, ``fork`` or ``inline``.
+            reason: Why, for :meth:`explain`.
+
+        Returns:
+            A new plan.
+
+        Raises:
+            ConfigError: There is no such start method, or it cannot serve this plan.
+        """
         methods = [row.name for row in START_METHODS]
         if method not in methods:
             raise ConfigError(

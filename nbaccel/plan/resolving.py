@@ -66,8 +66,14 @@ def resolve(
 ) -> Plan:
     """Decide what a launch will do.
 
-    `num_local` are the workers on the machine of the inventory, where others have some, too. With
-    an engine that starts workers on hosts, the notebook's machine has none.
+    Args:
+        config: What the user said.
+        inventory: What the machine has; inspected where not given.
+        num_local: Workers on that machine, where others have some, too; None: all that are asked
+            for. With an engine that starts workers on hosts, the notebook's machine has none.
+
+    Returns:
+        The plan, with the reason for each choice.
 
     Raises:
         ConfigError: This machine cannot serve the settings; every mistake is listed.

@@ -38,7 +38,12 @@ def check_divisible(batch_size: int | None, num_processes: int, owner_name: str)
 class SeedableRandomSampler(RandomSampler):
     """Shuffles by seed and epoch alone, so that the order of any epoch can be repeated.
 
-    Arguments are torch's, and the seed; None takes torch's initial seed.
+    Args:
+        data_source: The dataset; only its length is used.
+        replacement: Whether a sample may come twice.
+        num_samples: How many are drawn in an epoch; None draws as many as there are.
+        generator: Draws the order; it is seeded anew for each epoch.
+        data_seed: The seed; None takes torch's initial seed.
 
     Attributes:
         initial_seed: The seed; epoch `e` is drawn with `initial_seed + e`.

@@ -19,7 +19,14 @@ else:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The plugin of ``accelerator.state`` that `prepare` goes by; `ConfigError` without."""
+    """The plugin that the next `prepare` goes by.
+
+    Args:
+        state: ``accelerator.state``.
+
+    Raises:
+        ConfigError: The accelerator has none.
+    """
     if state.deepspeed_plugin is None:
         raise ConfigError(
             f"get_active_deepspeed_plugin finds none in a run of type {state.distributed_type}: "

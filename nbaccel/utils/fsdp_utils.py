@@ -53,8 +53,12 @@ def merge_fsdp_weights(
 ) -> None:
     """Make one file of weights that every process wrote a shard of; process 0 does it.
 
-    `checkpoint_dir` is a model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or a checkpoint
-    of one model. Without `safe_serialization` the file is ``pytorch_model.bin``, a pickle.
+    Args:
+        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
+            checkpoint, where it has only one.
+        output_path: Folder of the file: ``model.safetensors``.
+        safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
+        remove_checkpoint_dir: Whether the shards are deleted then.
 
     Raises:
         ConfigError: There are no shards of a model.

@@ -50,8 +50,14 @@ def find_executable_batch_size(
 ) -> Any:
     """Call a function with smaller and smaller batch sizes until it fits into memory.
 
-    The function gets the batch size before its own arguments; without one, a decorator is returned.
-    `reduce_batch_size_fn` gives the next size; by default nine tenths of the one that did not fit.
+    Args:
+        function: Called with the batch size before its own arguments; without it, a decorator is
+            returned.
+        starting_batch_size: The first one to try.
+        reduce_batch_size_fn: From one that did not fit to the next; by default nine tenths of it.
+
+    Returns:
+        The function, to be called without a batch size.
 
     Raises:
         ConfigError: The function takes no argument.

@@ -104,10 +104,15 @@ def _offloading_hook(module: nn.Module) -> Any:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | str | int | None = None
 ) -> Iterator[None]:
-    """A block in which a module has its weights, on one device; afterwards all is where it was.
+    """A block in which a module has its weights, on one device.
 
-    What is in its submodules moves only where its hook includes them. Without `execution_device`
-    that is where its hook computes, or nothing happens where it has none that offloads.
+    Args:
+        module: The module. What is in its submodules moves only where its hook includes them.
+        execution_device: Where to; None: where its hook computes, or nothing happens where it has
+            none that offloads.
+
+    Yields:
+        Nothing. Afterwards everything is where it was.
     """
     hook = _offloading_hook(module)
     if hook is not None:

@@ -44,8 +44,14 @@ def extract_model_from_parallel(
 ) -> nn.Module:
     """The user's own module inside of wrappers that train it in several processes.
 
-    `keep_fp32_wrapper`: whether its forward goes on computing in the accelerator's precision;
-    `keep_torch_compile`: whether it stays compiled; `recursive`: whether submodules are, too.
+    Args:
+        model: A module in DDP, DataParallel, FSDP, DeepSpeed's engine or ``torch.compile``.
+        keep_fp32_wrapper: Whether its forward goes on computing in the accelerator's precision.
+        keep_torch_compile: Whether it stays compiled.
+        recursive: Whether submodules are unwrapped, too.
+
+    Returns:
+        The module.
     """
     compiled: Any = model if is_compiled_module(model) else None
     inner = _unwrapped(torch_private.uncompiled(model) if compiled is not None else model)
@@ -231,8 +237,18 @@ def write_basic_config(
 ) -> Path | bool:
     """Write down how scripts are to be launched on this machine: processes, device, precision.
 
-    The file is the one that `accelerate launch` reads; `notebook_launcher` needs none. One that is
-    there stays as it is, and False is returned.
+    The file is the one that `accelerate launch` reads. `notebook_launcher` needs none: give it
+    `num_processes` and `mixed_precision`.
+
+    Args:
+        mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
+        save_location: The file.
+
+    Returns:
+        The file; False where there is one already, which stays as it is.
+
+    Raises:
+        ConfigError: The precision is unknown.
     """
     path = Path(save_location)
     precision = mixed_precision.lower()

@@ -20,5 +20,10 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
-    """Give all processes random states of process 0: ``torch``, ``cuda``, or the `generator`."""
+    """Give all processes the random states of process 0.
+
+    Args:
+        rng_types: Some of ``torch``, ``cuda``, ``generator``.
+        generator: The one that ``generator`` means.
+    """
     rng.synchronize_rng_states(rng_types, generator, Collectives(distributed.init_process()))

@@ -441,7 +441,14 @@ def _given(arguments: dict[str, Any]) -> frozenset[str]:
 
 
 class DummyOptim:
-    """Stands for the optimizer of a DeepSpeed configuration, whose ``"auto"`` it has values for."""
+    """Stands for the optimizer of a DeepSpeed configuration.
+
+    Args:
+        params: Parameters, or parameter groups; kept as a list.
+        lr: Learning rate, where the file has ``"auto"``.
+        weight_decay: Weight decay, where the file has ``"auto"``.
+        **kwargs: Further arguments (``betas``, ``eps``), where the file has ``"auto"``.
+    """
 
     def __init__(
         self,
