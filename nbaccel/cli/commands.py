@@ -100,8 +100,7 @@ def _export(
     config = _settings(made_script, config_file, further_options)
     exported_files, command = _files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, exported_files, overwrite=overwrite)
-    cells = ", ".join(map(str, made_script.cell_numbers))
-    print(f"{script_path}: code cells {cells}")
+    print(f"{script_path}: code cells {', '.join(map(str, made_script.cell_numbers))}")
     for exported_file in exported_files[1:]:
         print(script_path.parent / exported_file.name)
     _tell_changes(made_script, config_file)
