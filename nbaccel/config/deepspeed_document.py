@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule
@@ -305,8 +305,11 @@ def kept_slots(
     return left
 
 
+Contradiction: TypeAlias = tuple[tuple[str, ...], str]  # the settings, and the message
+
+
 # `Any` is a `RunConfig` here, whose module imports this one.
-def filter_contradictions(config: Any) -> Iterator[str]:
+def filter_contradictions(config: Any) -> Iterator[Contradiction]:
     """What a run's filters contradict."""
     name = "include" if config.include is not None else "exclude"
     text = getattr(config, name)
@@ -314,19 +317,22 @@ def filter_contradictions(config: Any) -> Iterator[str]:
         return
     if config.include is not None and config.exclude is not None:
         yield (
+            ("include", "exclude"),
             f"include={config.include!r} contradicts exclude={config.exclude!r}: one says what "
-            "is taken, the other what is left out. Leave one of them out."
+            "is taken, the other what is left out. Leave one of them out.",
         )
     if config.hostfile is None:
         yield (
+            ("include", "exclude", "hostfile"),
             f"{name}={text!r} needs hostfile=...: it chooses among the hosts of that "
             "file. Nothing would be chosen. Give the file; devices of this machine alone are "
-            'chosen by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.'
+            'chosen by variables={"CUDA_VISIBLE_DEVICES": "0,1"}, or nbaccel launch --gpu-ids.',
         )
     devices = (config.variables or {}).get("CUDA_VISIBLE_DEVICES")
     if devices is not None:
         yield (
+            ("include", "exclude", "variables"),
             f"CUDA_VISIBLE_DEVICES={devices!r} in variables (gpu_ids of a file) contradicts "
             "include and exclude, which choose the devices of each host. One would silently "
-            "override the other. Leave one of them out."
+            "override the other. Leave one of them out.",
         )

@@ -6,7 +6,6 @@ Contradictions are refused here, what this machine does not support by ``nbaccel
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Collection, Iterator, Mapping
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
@@ -15,7 +14,7 @@ from pydantic import ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
-from nbaccel.config.deepspeed_document import filter_contradictions, read_host_filter
+from nbaccel.config.deepspeed_document import Contradiction, filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
@@ -26,44 +25,50 @@ from nbaccel.config.text_forms import Exchangeable
 def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
     """What settings say against each other, but for those that are known to be wrong."""
     found = (*_of_nodes(config), *_of_start(config), *filter_contradictions(config))
-    return tuple(text for text in found if not set(re.findall(r"\w+", text)).intersection(ignoring))
+    return tuple(text for names, text in found if not set(names).intersection(ignoring))
 
 
-def _of_nodes(config: RunConfig) -> Iterator[str]:
+def _of_nodes(config: RunConfig) -> Iterator[Contradiction]:
     host_name, separator, port = config.rdzv_endpoint.rpartition(":")
     address = (host_name if separator else port).strip("[]") or config.master_addr
     is_port = port.isdecimal() and 1 <= int(port) <= 65535
     if config.node_rank >= config.num_nodes:
         yield (
+            ("node_rank", "num_nodes"),
             f"node_rank must be below num_nodes: got node_rank={config.node_rank} with "
             f"num_nodes={config.num_nodes}. The other nodes would wait for a node that never "
-            "comes. Number the nodes from 0, or raise num_nodes."
+            "comes. Number the nodes from 0, or raise num_nodes.",
         )
     if config.num_nodes > 1 and config.num_processes is None:
         yield (
+            ("num_processes", "num_nodes"),
             f"num_processes cannot be left out with num_nodes={config.num_nodes}: every node must "
-            "know how many workers the others have. Give the same on every node."
+            "know how many workers the others have. Give the same on every node.",
         )
     if config.num_nodes > 1 and _is_loopback(address):
         yield (
+            ("master_addr", "rdzv_endpoint", "num_nodes"),
             f"{'rdzv_endpoint' if config.rdzv_endpoint else 'master_addr'} cannot be {address!r} "
             f"with num_nodes={config.num_nodes}. On each node that address is the node itself, so "
-            "they would never meet. Give the address of the first node as the others reach it."
+            "they would never meet. Give the address of the first node as the others reach it.",
         )
     # Only static rendezvous needs the port; other backends have a default port.
     if config.rdzv_endpoint and config.rdzv_backend == "static" and not is_port:
         yield (
+            ("rdzv_endpoint", "rdzv_backend"),
             f'rdzv_endpoint must be "host:port": got {config.rdzv_endpoint!r}. Static rendezvous '
-            "connects to exactly that port. Add one from 1 to 65535."
+            "connects to exactly that port. Add one from 1 to 65535.",
         )
     if config.rdzv_backend.startswith("etcd") and not config.rdzv_endpoint:
         yield (
+            ("rdzv_endpoint", "rdzv_backend"),
             f"rdzv_endpoint cannot be empty with rdzv_backend={config.rdzv_backend!r}: the etcd "
-            'server must be found. Give its "host:port".'
+            'server must be found. Give its "host:port".',
         )
 
 
-def _of_start(config: RunConfig) -> Iterator[str]:
+def _of_start(config: RunConfig) -> Iterator[Contradiction]:
+    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
     is_inline = config.start_method == "inline"
     engine = chosen_engine(config)[0]
     starts_all = rows.engine_row(engine).runs_on_hosts
@@ -71,36 +76,42 @@ def _of_start(config: RunConfig) -> Iterator[str]:
     sharding = [row.name for row in rows.STRATEGIES if "fsdp_plugin" in row.arguments]
     if is_inline and config.num_processes not in (None, 1):
         yield (
+            ("start_method", "num_processes"),
             f'start_method="inline" cannot run num_processes={config.num_processes}: it means this '
-            'very process, which is one. Give num_processes=1, or start_method="auto".'
+            'very process, which is one. Give num_processes=1, or start_method="auto".',
         )
     if is_inline and (config.num_nodes > 1 or config.max_restarts > 0):
         yield (
+            ("start_method", "num_nodes", "max_restarts"),
             f'start_method="inline" cannot go with num_nodes={config.num_nodes} and '
             f"max_restarts={config.max_restarts}. Inline is this very process: it meets no other "
-            'node and cannot be started again. Give start_method="auto", or leave them out.'
+            'node and cannot be started again. Give start_method="auto", or leave them out.',
         )
     if config.fsdp is not None and config.strategy not in sharding:
         yield (
+            ("fsdp", "strategy"),
             f"fsdp cannot go with strategy={config.strategy!r}: its settings would have no effect. "
-            'Give strategy="fsdp", or leave fsdp out.'
+            'Give strategy="fsdp", or leave fsdp out.',
         )
     if config.num_nodes > 1 and starts_all:
         yield (
+            told_engine,
             f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
             "with which one notebook starts the workers of all machines: num_nodes counts machines "
             "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
-            "counts the workers on all hosts."
+            "counts the workers on all hosts.",
         )
     if config.hostfile is not None and config.engine not in ("auto", owner):
         yield (
+            ("engine", "hostfile"),
             f"hostfile={config.hostfile!r} contradicts engine={config.engine!r}, which finds "
-            f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}."
+            f"its machines itself. One would be ignored. Leave one out, or give engine={owner!r}.",
         )
     if starts_all and config.start_method not in ("auto", "template"):
         yield (
+            told_engine,
             f"start_method={config.start_method!r} contradicts engine={engine!r}: workers on "
-            "other machines cannot be forked from this process. Leave start_method out."
+            "other machines cannot be forked from this process. Leave start_method out.",
         )
 
 
