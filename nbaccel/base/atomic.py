@@ -168,10 +168,11 @@ def sync_path(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Wait until a folder with all it holds is on the disk."""
-    for path in (*folder.rglob("*"), folder):
-        # Another process may just be giving a file its final name.
-        with contextlib.suppress(FileNotFoundError):
-            sync_path(path)
+    for parent, _, names in os.walk(folder):  # it passes over what another process removes
+        for path in (*(Path(parent, name) for name in names), Path(parent)):
+            # Another process may just be giving a file its final name.
+            with contextlib.suppress(FileNotFoundError):
+                sync_path(path)
 
 
 def free_bytes(folder: Path) -> int:

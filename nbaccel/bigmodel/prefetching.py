@@ -21,6 +21,7 @@ from nbaccel.plan.inspecting import free_host_bytes
 
 PREFETCH_WINDOW_BYTES = 256 * 1024**2  # of weights that are asked for ahead of time
 
+_FREE_PARTS = 8
 
 _copy_log = get_logger(__name__)
 
@@ -93,7 +94,7 @@ class ExecutionOrder:
         if self._copied is block:
             self._copied = None
         if block is self._registered[0]:
-            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // 8)
+            self._pass_window_bytes = min(self.window_bytes, free_host_bytes() // _FREE_PARTS)
         coming_blocks = list(self._in_window(block))
         wanted = set(coming_blocks)
         for mistaken in self._asked - wanted - {block}:
@@ -181,10 +182,12 @@ def start_copies(
     index: int | None = device.index
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
+    if (stream := _side_stream(device)) is None:
+        return None
     try:
-        return _copy_on(_side_stream(device), host_weights)
-    # No streams; or no room, in pinned memory or on the device, where there may be later.
-    except (RuntimeError, NotImplementedError) as error:
+        return _copy_on(stream, host_weights)
+    # No room, in pinned memory or on the device: when the weight is needed there may be.
+    except RuntimeError as error:
         _copy_log.debug("Weights are not copied to %s ahead of time: %s", device, error)
         return None
 
@@ -212,5 +215,10 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device=device)
+def _side_stream(device: torch.device) -> torch.Stream | None:
+    """The stream of a device that copies run on; None where its backend has no streams."""
+    try:
+        return torch.Stream(device=device)
+    except (RuntimeError, NotImplementedError) as error:
+        _copy_log.debug("%s has no streams, so nothing is copied beside: %s", device, error)
+        return None
