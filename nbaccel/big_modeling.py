@@ -76,6 +76,7 @@ __all__ = [
 
 _MAP_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 _AWAY = (HOST, DISK)
+_INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 _CAST_LAYERS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
@@ -130,7 +131,7 @@ def init_on_device(
     """
     target = usable_device(device)
     if include_buffers is None:
-        include_buffers = bool(env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS"))
+        include_buffers = bool(env.flag(_INCLUDE_BUFFERS_VARIABLE))
     with contextlib.ExitStack() as stack:
         if include_buffers:
             stack.enter_context(target)

@@ -34,6 +34,7 @@ from nbaccel.transfer.arena import Arena
 SAFE_FILE = "model.safetensors"
 TORCH_FILE = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
+_SAFE_SUFFIX = ".safetensors"
 _HEADER_LENGTH_BYTES = 8
 _POINTER_START = b"version https://git-lfs"
 _ARCHIVE_START = b"PK\x03\x04"
@@ -70,7 +71,7 @@ def read_checkpoint(checkpoint: str | Path) -> dict[str, CheckpointTensor]:
     for path in file_paths:
         try:
             _refuse_pointer(path)
-            read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
+            read = _read_safetensors if path.suffix == _SAFE_SUFFIX else _read_torch
             tensors_by_file[path.name] = {stored.name: stored for stored in read(path)}
         except CheckpointDamaged as damage:
             problems += damage.mistakes

@@ -49,6 +49,8 @@ DISK = "disk"
 NAMED_TIERS = ("mps", HOST, DISK)
 """Tiers with a name, the fastest first; ``mps`` is an accelerator that has no number."""
 
+_USED_WHEN_ALONE = 0.9
+_ROOM_PER_BLOCK = 1.25
 _BAR_CHARS = 40
 _NUMBER_AT_END = re.compile(r"(.*?)(\d+)")
 
@@ -173,7 +175,7 @@ def get_balanced_memory(
     budgets = get_max_memory(max_memory, inventory=inventory)
     sharing = [device for device, budget in budgets.items() if is_accelerator(device) and budget]
     if len(sharing) == 1 and max_memory is None:
-        budgets[sharing[0]] = int(budgets[sharing[0]] * 0.9)
+        budgets[sharing[0]] = int(budgets[sharing[0]] * _USED_WHEN_ALONE)
     if len(sharing) < 2:
         return budgets
     module_sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -190,7 +192,7 @@ def get_balanced_memory(
     sizes_of_modules = {n: size for n, size in module_sizes.items() if n not in tensor_names}
     layer_bytes = [sizes_of_modules[name] for name in get_module_leaves(sizes_of_modules)]
     mean_bytes = int(sum(layer_bytes) / max(1, len(layer_bytes)))
-    extra_bytes = int(1.25 * max([mean_bytes, *block_bytes.values()]))
+    extra_bytes = int(_ROOM_PER_BLOCK * max([mean_bytes, *block_bytes.values()]))
     share_bytes = int(module_sizes[""] // num_shares) + extra_bytes
     first_device, *other_devices = sharing
     for device in sharing[low_zero:-1]:

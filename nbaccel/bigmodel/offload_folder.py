@@ -25,6 +25,9 @@ from nbaccel.bigmodel.prefetching import tell_weights
 from nbaccel.bigmodel.tensor_placing import set_module_tensor_to_device, usable_device
 
 INDEX_NAME = "index.json"
+_HIDDEN_NAME = "weights"
+_8_BIT_STATISTICS = "SCB"
+_MOST_NUMBERS = 2**59
 
 
 def offload_weight(
@@ -93,7 +96,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
     replaced_bytes = sum(path.stat().st_size for path in paths if path.is_file())
     check_room(folder, sum(weight.nbytes for weight in weights.values()) - replaced_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic.partial_folder(folder, "weights") as hidden_folder:
+    with atomic.partial_folder(folder, _HIDDEN_NAME) as hidden_folder:
         for weight_name, weight in weights.items():
             values = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
             # As bytes: numpy lacks some of torch's formats.
@@ -208,7 +211,7 @@ def _stored_shape(path: Path, weight_info: Mapping[str, Any]) -> tuple[int, ...]
     # A truth value counts as a number for Python. An empty tensor's other sizes have no file to
     # be compared with, and torch multiplies them.
     is_usable = shape is sizes and all(type(size) is int and size >= 0 for size in sizes)
-    if not is_usable or math.prod(size or 1 for size in sizes) >= 2**59:
+    if not is_usable or math.prod(size or 1 for size in sizes) >= _MOST_NUMBERS:
         raise _damaged(path, f"has the shape {shape!r} in the index, which no tensor can have")
     return tuple(sizes)
 
@@ -217,7 +220,7 @@ def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Give a model the weights of a folder, in host memory; without an index nothing is done."""
-    statistics = [name for name in index or {} if "SCB" in name.split(".")]
+    statistics = [name for name in index or {} if _8_BIT_STATISTICS in name.split(".")]
     if statistics:
         raise ConfigError(
             f"{statistics[0]!r} belongs to 8-bit weights of bitsandbytes, which nbaccel does not "

@@ -40,7 +40,9 @@ from nbaccel.plan.contracts.device import Device
 REPORT_INTERVAL_S = 0.5
 _MAX_METRICS = 16  # metrics that are shown; a loop that logs a thousand has a tracker for them
 _MAX_COUNTED = 10_000  # further ones: else endless new names would fill the memory
+_MAX_NAMED = 8
 _NAME_CHARS = 60
+_MAX_UNREAD = 256
 _RATE = "learning rate"
 _SEEN_WORDS = {
     # That of an evaluation is another one.
@@ -224,7 +226,7 @@ class Reporter:
         if is_tensor and not value.is_cpu:
             # Reading it now would wait for the device.
             self._unread.append((name, step, value.detach()))
-            if len(self._unread) > 256:
+            if len(self._unread) > _MAX_UNREAD:
                 del self._unread[::2]
                 self._num_older //= 2
         else:
@@ -299,7 +301,7 @@ class Reporter:
             bars=self.bars.shown(),
             bar_is_whole=self._bar_is_whole,
             num_left_out=len(self._left_out),
-            left_out=tuple(itertools.islice(self._left_out, 8)),
+            left_out=tuple(itertools.islice(self._left_out, _MAX_NAMED)),
         )
 
 

@@ -43,6 +43,7 @@ from nbaccel.output.panel.facts import LibraryMessages, SeenWarnings
 from nbaccel.output.publish import CellPlace
 from nbaccel.workers import messaging
 
+_REWRITTEN_CHARS = 1_000
 _MARKS = re.compile(r"(\r|\x1b\[2K)")  # ECMA-48: erase in line
 
 
@@ -69,7 +70,7 @@ class LineAssembler:
     @property
     def rewritten(self) -> str:
         """The unfinished line, if it has been written from its start again."""
-        return self._line()[:1_000] if self._moves else ""
+        return self._line()[:_REWRITTEN_CHARS] if self._moves else ""
 
     def feed(self, output_bytes: bytes, *, at_most: float = math.inf) -> tuple[list[str], int]:
         """Take in a chunk; returns the last lines that it makes, and how many more it had."""
@@ -337,6 +338,7 @@ _SLOW = _Stage(100_000, 100_000, 100, 50_000)
 _ENDING = _Stage(math.inf, math.inf, 200, 200_000)
 _UNPACED = _Stage(math.inf, math.inf, math.inf, math.inf)
 _MOST_FULL = 3  # times that: a pipe is read to its end when a worker ends
+_NOTE_PAUSE_S = 1.0
 
 
 class _OutputPace:
@@ -360,7 +362,7 @@ class _OutputPace:
             return math.inf
         if has_gaps and current_time < self._next:
             return 0.0
-        self._next = current_time + 1.0
+        self._next = current_time + _NOTE_PAUSE_S
         new_credit = self.stage.chars_per_s * (current_time - self._since)
         # Capped, so that a pause in the output is not followed by one huge burst.
         self._credit = min(self.stage.chars_at_once, self._credit + new_credit)
@@ -382,6 +384,7 @@ _IS_BAR = re.compile(r"\d%\|.*\]$")  # as tqdm draws one
 TICK_S = 0.1
 HOLD_S = 0.15
 _LAST_LINES = 20
+_TAIL_CHARS = 2_000
 
 _TOO_MUCH = (
     f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
@@ -475,7 +478,7 @@ class Console:
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
         last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
         self._tails[rank].extend(
-            shorten_text(output_line, 2_000) for output_line in reversed([*last_lines])
+            shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
         )
 
     def _stream_for(self, stream: str, line: str) -> str:

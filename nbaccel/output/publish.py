@@ -20,6 +20,8 @@ from typing import Any
 from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun, number_ranges
 
+_RENDER_METHOD = "_render_traceback_"
+
 
 def show_message(message: Any) -> None:
     """Show or clear output as a worker requested."""
@@ -59,7 +61,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
     if shell is None or any(
-        not hasattr(custom_class, "_render_traceback_") for custom_class in shell.custom_exceptions
+        not hasattr(custom_class, _RENDER_METHOD) for custom_class in shell.custom_exceptions
     ):
         return
 

@@ -62,6 +62,7 @@ from nbaccel.strategies import optimizer_shards
 
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
+_METADATA_FILE = ".metadata"
 # What describes a checkpoint, by its module.
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": (
@@ -200,7 +201,7 @@ def _size(numbers: Any) -> torch.Size:
 
 def read_metadata(folder: Path) -> Metadata:
     """Read a checkpoint's metadata without running code."""
-    metadata_path = folder / ".metadata"
+    metadata_path = folder / _METADATA_FILE
     if not metadata_path.is_file():
         raise CheckpointDamaged(
             f"{metadata_path} is missing, which says where the shards are. The save was "

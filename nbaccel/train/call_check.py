@@ -37,6 +37,7 @@ CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _CHECKS = ("first", "always", "off")
 DEFAULT_TIMEOUT_S = 600.0
 _TIMES_COMPARED = 2
+_NEW_PLACE_WAIT_S = 2.0
 _MOST_TOLD = 50  # calls of which entries stay in the store where deleting them would take time
 # Between two looks into the store: a quarter of what has been waited, as a process that sleeps on
 # when the last one has come delays them all. Blocking in it is no way, because torch prints a
@@ -174,7 +175,7 @@ class CollectiveCheck:
                 self._told_calls.append(self.calls_begun)
                 self._forget_calls(_MOST_TOLD)
                 if not waits:
-                    timeout_s = min(timeout_s, 2.0)
+                    timeout_s = min(timeout_s, _NEW_PLACE_WAIT_S)
                 have_come = self._await_all(own, keys, timeout_s, raises=waits)
                 texts = self._store.multi_get(keys) if have_come else []
                 return [_Entry(*json.loads(text)) for text in texts]

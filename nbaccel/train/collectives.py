@@ -247,6 +247,7 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
     return tuple((leaf.dtype, leaf.shape) for leaf in tree_leaves)
 
 
+_MOST_DIFFERENCES = 10
 # The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
 _CHUNK_ELEMENTS = 1 << 22
 _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -310,7 +311,7 @@ def check_in_sync(
         facts[f"batches used of loader {index}"] = batches
     differences = find_differences(facts, collectives)
     if differences and collectives.place.is_main:
-        listed = first_few(differences, 10, separator="\n  ")
+        listed = first_few(differences, _MOST_DIFFERENCES, separator="\n  ")
         warnings.warn(
             f"The processes have drifted apart:\n  {listed}\nThey train different models from here "
             "on. Look for code that changes weights on one process only, different seeds before "

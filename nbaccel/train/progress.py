@@ -24,6 +24,7 @@ from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.loader import PreparedLoader
 
+_POST_INTERVAL_S = 0.5
 _LoaderBatch = TypeVar("_LoaderBatch")
 # Processes make their bars in the same order, so equal numbers mean the same bar.
 _BAR_COUNTER = itertools.count()
@@ -80,7 +81,7 @@ class Progress(Generic[_LoaderBatch]):
                 self.bar.update(1)
                 if reporter := metrics_reporter.current():
                     reporter.step_done(batch_samples, loop)
-                if time.monotonic() - self._last_post_s >= 0.5:
+                if time.monotonic() - self._last_post_s >= _POST_INTERVAL_S:
                     self._report_progress()
             self._show_phase()
             self._report_progress()

@@ -208,9 +208,13 @@ def _svg(spoken: str, drawn: str, as_image: bool) -> str:
 Curves = Mapping[int, Sequence[Point]]  # rank → the points of a metric
 
 _LOGARITHMIC_RATIO = 8.0  # of highest to lowest
+_MAX_RANK_LINES = 16
 _MIN_SMOOTHED_POINTS = 8
 _SMOOTHED_REACH = 10  # points on either side
 _NOISY_SHARE = 0.25  # of the steps that go against the one before
+_MEAN_POINTS = 120
+_MOST_STRETCHES = 120
+_MAX_MARKS = 8
 _NAME_CHARS = 40
 SPARK_CHARS = 20
 _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
@@ -235,7 +239,7 @@ def chart_of(
     thinned = []
     for line in lines:
         # Of many points the lowest and the highest of each stretch.
-        history = MetricHistory(120)
+        history = MetricHistory(_MOST_STRETCHES)
         for step, value in line.points:
             if is_drawn(step):
                 history.add(value, step)
@@ -246,7 +250,7 @@ def chart_of(
         return ""
     if log_y is None:
         log_y = is_logarithmic(y for line in lines for _, y in line.points)
-    stride = math.ceil(len(marks) / 8) or 1
+    stride = math.ceil(len(marks) / _MAX_MARKS) or 1
     marks = [(step, plain_text(text, _NAME_CHARS)) for step, text in marks[::stride]]
     return line_chart(lines, plain_text(name, _NAME_CHARS), marks, log_y=log_y, as_image=as_image)
 
@@ -270,7 +274,8 @@ def metric_lines(curves: Curves) -> list[ChartLine]:
     """The lines of one metric's chart: the mean thick, smoothed if it is noisy; and each rank."""
     is_alone = len(curves) == 1
     ranks = [
-        ChartLine(f"rank {rank}", points) for rank, points in itertools.islice(curves.items(), 16)
+        ChartLine(f"rank {rank}", points)
+        for rank, points in itertools.islice(curves.items(), _MAX_RANK_LINES)
     ]
     name = ranks[0].name if is_alone else "mean of ranks"
     points = ranks[0].points if is_alone else mean_points(curves.values())
@@ -291,7 +296,7 @@ def mean_points(curves: Iterable[Sequence[Point]]) -> list[Point]:
     # Only finite ones: else there would be more groups than steps, and a rank's alone in some.
     longest = max(map(len, finite), default=0)
     means = []
-    for group in _groups(sorted(itertools.chain(*finite)), min(longest, 120)):
+    for group in _groups(sorted(itertools.chain(*finite)), min(longest, _MEAN_POINTS)):
         step = math.fsum(step for step, _ in group) / len(group)
         means.append((step, math.fsum(value / len(group) for _, value in group)))
     return means

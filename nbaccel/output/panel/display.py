@@ -327,6 +327,7 @@ def resident(member: WorkerHandle) -> int:
 
 
 _COMM_TARGET = "nbaccel.run"
+_MAX_KEPT = 50
 
 
 @dataclass
@@ -353,7 +354,7 @@ def note_run(place_id: str) -> None:
         manager.register_target(_COMM_TARGET, _answer)
         shell.events.register("pre_run_cell", _tell_what_has_ended)
     _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
-    for oldest in list(_RUNS)[:-50]:
+    for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
 
 

@@ -26,6 +26,8 @@ _LEAST_STARTING_SHARE = 0.02  # of the time, to be worth saying
 _INTERVAL_S = 2.0
 """Ranks report at different moments, a quarter of a second apart: over shorter intervals that
 difference would count as waiting."""
+_MOST_SAMPLES = 256
+_LEAST_WAITED_S = 0.05
 _LEAST_SHARE = 0.03  # of the time, to be worth saying
 _CLEAR_SHARE = 0.6  # of all waiting, to be one rank's doing
 
@@ -80,7 +82,7 @@ class TimeComparison:
         self._latest[worker_rank] = spent
         rank_samples = self._samples.setdefault(worker_rank, [(received_at - spent.total_s, 0.0)])
         rank_samples.append((received_at, spent.communication_s))
-        if len(rank_samples) > 256:
+        if len(rank_samples) > _MOST_SAMPLES:
             # Another rank has not reported for long. The first one is where the interval begins.
             del rank_samples[1:-1:2]
         if self._samples.keys() == self._ranks:
@@ -138,7 +140,7 @@ class TimeComparison:
         mean_s = statistics.fmean(times.steady_s for times in self.by_rank().values())
         waited_share = waited_s / mean_s if mean_s > 0 else 0.0
         stands_out = waited_s >= _CLEAR_SHARE * all_waited_s
-        is_much = waited_s >= 0.05 and waited_share >= _LEAST_SHARE
+        is_much = waited_s >= _LEAST_WAITED_S and waited_share >= _LEAST_SHARE
         return SlowestRank(rank, waited_s, waited_share) if stands_out and is_much else None
 
 
@@ -209,6 +211,7 @@ def starting_sentence(timed_ranks: Mapping[int, RankTimes]) -> str:
     )
 
 
+_MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
 
 
@@ -377,7 +380,7 @@ class RankFacts:
         # A loop over epochs and the first loop within it begin at one step.
         if self.marks and self.marks[-1][0] == step:
             self.marks.pop()
-        if len(self.marks) < 200:
+        if len(self.marks) < _MAX_EPOCH_MARKS:
             self.marks.append((step, message.loop_name or f"epoch {message.epoch}"))
 
 
@@ -601,6 +604,8 @@ _HARMLESS_LINES = (
     r"perform barrier )?as devices? used by this process (?:is|are) currently unknown).*",
 )
 _IS_HARMLESS = re.compile("|".join(_HARMLESS_LINES))
+_MAX_SEEN_TEXTS = 100
+_MAX_SEEN_CHARS = 500
 _FIRST_LETTERS = "[/WI"  # of all lines that may be taken
 # What installed packages say of themselves, in the forms of `warnings` and their loggers. Seen of
 # torch 2.6 to 2.13, transformers 5, DeepSpeed 0.19.
@@ -636,8 +641,8 @@ class SeenLines:
     def note(self, rank: int, line: str) -> None:
         """Count a line."""
         self.count += 1
-        text = shorten_text(line, 500)
-        if text not in self.by_text and len(self.by_text) >= 100:
+        text = shorten_text(line, _MAX_SEEN_CHARS)
+        if text not in self.by_text and len(self.by_text) >= _MAX_SEEN_TEXTS:
             self.num_left_out += 1
             return
         seen = self.by_text.setdefault(text, SeenLine(text))

@@ -33,6 +33,7 @@ from nbaccel.output.panel.facts import (
 )
 
 _LEAST_S = 2.0  # of training, before its shares mean something
+_LEAST_DATA_SHARE = 0.3
 _LEAST_GAIN = 1.2  # below it more ranks are hardly faster
 
 
@@ -82,7 +83,7 @@ def _data(times: Sequence[RankTimes]) -> Iterator[str]:
     if not times:
         return
     share = statistics.fmean(one.data_s / one.steady_s for one in times)
-    if share >= 0.3:
+    if share >= _LEAST_DATA_SHARE:
         yield (
             f"{100 * share:.0f} % of the time goes into waiting for data. Let the DataLoader read "
             "ahead in processes of its own (num_workers=2 or more, persistent_workers=True), or "
@@ -356,6 +357,7 @@ _BAR_LOOKS = {
     ),
 }
 """Colour and pattern apart: of a notebook that is not trusted JupyterLab drops the patterns."""
+_MOST_BARS = 16
 
 
 def quiet(text: str) -> str:
@@ -421,7 +423,7 @@ def rank_times_html(timed_ranks: Mapping[int, RankTimes]) -> str:
     rows = "".join(
         f'<div style="{_TIME_ROW_STYLE}"><div style="width:4.5em">rank {rank}</div>'
         f"{_time_bar(times.parts, longest_s)}</div>"
-        for rank, times in itertools.islice(timed_ranks.items(), 16)
+        for rank, times in itertools.islice(timed_ranks.items(), _MOST_BARS)
     )
     return f'<div aria-hidden="true">{rows}{_time_legend(TIME_KINDS)}</div>'
 
@@ -463,6 +465,7 @@ _STOP_HTML = (
     '<span class="nbaccel-stop-words" style="opacity:0.8">Stop: interrupt the cell (■)</span>'
 )
 """Where the panel's script can put a button, it does so."""
+_SAME_S = 2.0
 _MOST_CHARTS = 6  # they are sent every second
 
 _ROW_STYLE = "display:flex;flex-wrap:wrap;gap:0 1em"
@@ -563,7 +566,7 @@ def _state_cell(facts: RankFacts, board: RunBoard) -> str:
     activity, _, place = facts.doing.partition(" (")
     words = plain_text(facts.told.phase or activity or facts.state, LINE_CHARS)
     # Not where that is the whole run, whose length the first line has.
-    if facts.since >= board.began + 2.0:
+    if facts.since >= board.began + _SAME_S:
         words += f", {format_seconds(max(0.0, board.now - facts.since))}"
     if not place:
         return html.escape(words)

@@ -38,6 +38,8 @@ from nbaccel.precision.fp8.scaled_tensor import (
 
 BLOCK = 256  # values under one scale
 
+_SCALE_BYTES = 4
+
 
 def two_shot_mean(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The mean over all processes; see [Note: two shots]. A collective."""
@@ -72,7 +74,7 @@ def packed_blocks(rows: torch.Tensor) -> torch.Tensor:
 def unpacked_blocks(packed: torch.Tensor) -> torch.Tensor:
     """The values of :func:`packed_blocks`: ``[rows, n]``, float32."""
     num_rows = packed.shape[0]
-    num_blocks = packed.shape[1] // (BLOCK + 4)  # of one byte a value, and four a scale
+    num_blocks = packed.shape[1] // (BLOCK + _SCALE_BYTES)
     payload = packed[:, : num_blocks * BLOCK].reshape(num_rows, num_blocks, BLOCK)
     scale = packed[:, num_blocks * BLOCK :].contiguous().view(torch.float32)
     return dequantize(payload.view(E4M3.dtype), scale.unsqueeze(2)).view(num_rows, -1)
