@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_training_goes_on_where_it_was_saved_without_frozen_parameters(tmp_path:
     # A model that trains them now, and one without an engine.
     for rank in told:
         assert "ConfigError" in rank["refused"]
-        assert "no values for base.bias" in rank["refused"]
+        assert re.search(r"no values for .* now trains .*: base\.bias, ", rank["refused"])
     for whole, seed in ((1, 0), (0, 1)):
         weights = Adapted(seed).bfloat16().state_dict()
         expected = {name: value.sum().item() for name, value in weights.items()}
