@@ -32,7 +32,7 @@ from nbaccel.transfer import memfd
 from nbaccel.transfer.library_settings import restore_random_states
 from nbaccel.transfer.package_changes import PACKAGE_CHANGES
 from nbaccel.transfer.worker_namespace import Namespace
-from nbaccel.workers import messaging, step_stop, worker
+from nbaccel.workers import messaging, rendezvous, step_stop, worker
 
 if TYPE_CHECKING:
     from nbaccel.calls.pool_planning import CellSource
@@ -104,6 +104,8 @@ class CellWorker:
         self._channel.send(messaging.Idle(whereabouts=self._whereabouts()))
         while (received := self._tasks.get()) is not None:
             task, fds = received
+            if task.number:  # not for what a rank does while others are still at the last one
+                rendezvous.begin_task(task.number)
             with memfd.closing_files(*fds):
                 shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.

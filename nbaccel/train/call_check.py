@@ -31,7 +31,7 @@ from nbaccel.base import env, frames, spent_time, torch_private
 from nbaccel.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, UnsafeMoment
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import format_seconds
-from nbaccel.workers.rendezvous import RETURNED_KEY
+from nbaccel.workers.rendezvous import returned_key
 
 CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _CHECKS = ("first", "always", "off")
@@ -215,9 +215,10 @@ class CollectiveCheck:
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
     def _check_returned(self, own: _Entry) -> None:
-        if not self._group_store.check([RETURNED_KEY]):
+        key = returned_key()
+        if not self._group_store.check([key]):
             return
-        returned_ranks = {int(text) for text in self._group_store.get(RETURNED_KEY).split()}
+        returned_ranks = {int(text) for text in self._group_store.get(key).split()}
         # Looked at last, because one may have come to this call just before it returned.
         for rank in returned_ranks.intersection(self._missing_ranks()):
             message = self._describe_returned(own, rank, f" ({self._last_seen(rank)})")

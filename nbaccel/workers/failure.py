@@ -136,8 +136,9 @@ class FailureRecord:
 
 
 def first_cause(records: Sequence[FailureRecord]) -> FailureRecord:
-    """The failure to look at: the earliest that is not a lost connection."""
-    by_time = sorted(records, key=lambda record: record.time)
+    """The failure to look at: the earliest that is not a lost connection, if a rank has failed."""
+    failed = [record for record in records if not record.was_stopped] or records
+    by_time = sorted(failed, key=lambda record: record.time)
     # Where all are consequences, the earliest is the closest to the cause.
     return next((record for record in by_time if not record.is_consequence), by_time[0])
 

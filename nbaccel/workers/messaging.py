@@ -9,6 +9,7 @@ belong to it. What is too long for one packet travels in a memory file.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 import pickle
@@ -98,14 +99,14 @@ class Channel:
 
     def receive_packet(self) -> tuple[bytes, list[int]]:
         """The next message, packed as a process leaves it that passes it on."""
-        try:
-            packet, descriptors, _, _ = socket.recv_fds(
-                self._socket, _PACKET_BYTES + 1, _MAX_FDS + 1
-            )
-        # How the kernel reports a peer that died with unread messages: an end like any other.
-        except ConnectionResetError:
-            packet = b""
-            descriptors = []
+        # The kernel reports once, and before its last messages, that the peer ended without having
+        # read all of ours.
+        with contextlib.suppress(ConnectionResetError):
+            return self._receive_once()
+        return self._receive_once()
+
+    def _receive_once(self) -> tuple[bytes, list[int]]:
+        packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES + 1, _MAX_FDS + 1)
         if not packet:
             raise EOFError("the other process closed its end")
         return packet, descriptors

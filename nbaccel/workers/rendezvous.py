@@ -19,7 +19,7 @@ from nbaccel.base import env, processes, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-RETURNED_KEY = "nbaccel/returned"  # in a group's store: ranks that call no collective any more
+_task_number = 0  # what this process works on: its launch, or the latest task of a live worker
 
 
 def join_store(place: Topology, next_name: Callable[[], str]) -> None:
@@ -80,12 +80,23 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
         )
 
 
+def begin_task(number: int) -> None:
+    """Begin a live worker's next task, in which what ranks have said before holds no more."""
+    global _task_number  # noqa: PLW0603 - a process works on one thing at a time
+    _task_number = number
+
+
+def returned_key() -> str:
+    """Where a group's store has the ranks that call no collective any more in this task."""
+    return f"nbaccel/returned/{_task_number}"
+
+
 def say_returned(rank: int) -> None:
     """Tell ranks that still wait for this one that its function has returned."""
     if dist.is_initialized():
         # The store is gone where the rank that serves it has left.
         with contextlib.suppress(RuntimeError):
-            torch_private.default_store().append(RETURNED_KEY, f"{rank} ")
+            torch_private.default_store().append(returned_key(), f"{rank} ")
 
 
 def serve_store(place: Topology, listening_socket: int) -> Any:

@@ -334,8 +334,8 @@ class Template:
         ):
             try:
                 packet = process.socket.recv(_PACKET_BYTES)
-            except ConnectionResetError:
-                packet = b""
+            except ConnectionResetError:  # said once, before its last words
+                continue
             if not packet and not process.importing:
                 process.has_failed = True
                 return

@@ -118,6 +118,21 @@ def test_an_error_frees_a_rank_that_waits_and_the_pool_goes_on(fresh):
     assert [x.item() for x in fresh.pull("x")["x"]] == [2.0, 2.0]
 
 
+def test_a_rank_that_comes_late_has_not_left_since_it_returned_from_an_earlier_call(fresh):
+    def meet() -> int:
+        accelerator = nbaccel.Accelerator(cpu=True)
+        time.sleep(0.2 * accelerator.process_index)
+        return accelerator.gather(torch.ones(1)).numel()
+
+    assert [fresh.call(meet) for _ in range(2)] == [[2, 2], [2, 2]]
+    fresh.run(
+        "import time, torch, nbaccel\naccelerator = nbaccel.Accelerator(cpu=True)\n"
+        "time.sleep(0.2 * accelerator.process_index)\n"
+        "found = accelerator.gather(torch.ones(1)).numel()"
+    )
+    assert fresh.pull("found") == {"found": [2, 2]}
+
+
 def test_what_keeps_a_group_and_uneven_collectives_that_are_told(fresh, capsys):
     fresh.run(
         "import torch, torch.distributed as dist\n"

@@ -59,6 +59,9 @@ def test_the_first_by_time_is_the_cause_whatever_its_rank_and_deaths_count():
     assert first_cause([raised(0, 3.0), raised(1, 2.0), raised(2, 2.5)]).rank == 1
     # If all lost their connections, the first is told.
     assert first_cause([raised(0, 2.0, *LOST[0]), raised(1, 1.0, *LOST[1])]).rank == 1
+    # A rank that was stopped for it is none.
+    stopped = FailureRecord(rank=1, time=float("inf"), doing="was waiting when nbaccel stopped it")
+    assert first_cause([stopped, raised(0, 2.0, *LOST[0])]).rank == 0
     dead = FailureRecord(rank=1, time=5.0, exit_status=-signal.SIGKILL)
     assert first_cause([raised(0, 1.0, *LOST[0]), dead]) is dead
     # A missing process is a consequence only where the connection broke.
