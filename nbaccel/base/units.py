@@ -12,6 +12,8 @@ _SIZE_TEXT = re.compile(
     r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtp]?)(i?)(b|bytes?)?)\s*", re.IGNORECASE
 )
 _UNIT_LETTERS = " kmgtp"
+# Terminal sequences mean nothing in HTML and would count as characters of the width.
+_CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -107,6 +109,14 @@ def shorten_text(text: str, max_chars: int) -> str:
         return text
     half = max_chars // 2
     return mark_left_out(text[:half], len(text) - 2 * half, text[-half:])
+
+
+def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:
+    """A text without control characters, cut to a width."""
+    # Cut first: a line may have megabytes, and control characters take few of them.
+    text = _CONTROL_CHARACTERS.sub("", text[: 8 * max_chars].replace("\t", "    "))
+    text = text.rstrip() if keeps_start else text.strip()
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def mark_left_out(head: str, num_chars: int, tail: str) -> str:

@@ -231,16 +231,18 @@ class Group:
         on_poll: Callable[[], None] | None = None,
     ) -> CallResult:
         """Give workers a task each, and watch until all of them, or `ranks`, have finished."""
-        make_show = functools.partial(
-            DashboardUpdater,
-            list(tasks),
-            plan=self.plan,
-            place=place,
-            title=title,
-            of_pool=self.stays,
-            waiting_line=waiting_line,
-            on_poll=on_poll,
-        )
+        make_show = None
+        if place is not None:
+            make_show = functools.partial(
+                DashboardUpdater,
+                list(tasks),
+                plan=self.plan,
+                place=place,
+                title=title,
+                of_pool=self.stays,
+                waiting_line=waiting_line,
+                on_poll=on_poll,
+            )
         ranks = ranks or tasks
         member_ranks = [member.rank for member in self.members]
         prefix = self.plan.config.log_line_prefix_template
@@ -266,7 +268,7 @@ class Group:
             task_number=next(self._numbers),
             console=console,
             timeout_s=timeout_s,
-            make_show=make_show if place is not None else None,
+            make_show=make_show,
         )
         try:
             result = self._task.run()

@@ -48,18 +48,12 @@ from nbaccel.base.units import (
     format_number,
     format_seconds,
     number_ranges,
+    plain_text,
 )
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.given_values import shown
 from nbaccel.output.panel import live_html
-from nbaccel.output.panel.curves import (
-    ChartLine,
-    chart_of,
-    mean_points,
-    metric_chart,
-    plain_text,
-    sparkline,
-)
+from nbaccel.output.panel.curves import ChartLine, chart_of, mean_points, metric_chart, sparkline
 from nbaccel.output.panel.facts import (
     TIME_KINDS,
     RankFacts,

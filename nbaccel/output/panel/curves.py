@@ -11,13 +11,12 @@ import base64
 import html
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nbaccel.base.training_metrics import MetricHistory, Point
-from nbaccel.base.units import format_number
+from nbaccel.base.units import format_number, plain_text
 from nbaccel.output.panel.facts import mean
 
 Mark = tuple[float, str]  # a place on an axis, and its label
@@ -38,16 +37,6 @@ _MOST_TICKS = 6  # more would touch each other
 _CHAR_WIDTH = 6.2  # of a digit in 11 px, in px
 _DASHES = ("7 2 1 2", "", "4 2", "1 2", "2 4")  # the first one is mostly a thick line's
 _FAINT = 'stroke="currentColor" stroke-opacity='
-# Terminal sequences mean nothing in HTML and would count as characters of the width.
-_CONTROL_CHARACTERS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]")
-
-
-def plain_text(text: str, max_chars: int, *, keeps_start: bool = False) -> str:
-    """A text without control characters, cut to a width."""
-    # Cut first: a line may have megabytes, and control characters take few of them.
-    text = _CONTROL_CHARACTERS.sub("", text[: 8 * max_chars].replace("\t", "    "))
-    text = text.rstrip() if keeps_start else text.strip()
-    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
 def is_drawn(value: float) -> bool:

@@ -15,8 +15,9 @@ from nbaccel.base.units import (
     format_number,
     format_seconds,
     number_ranges,
+    plain_text,
 )
-from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart, plain_text
+from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
 from nbaccel.output.panel.facts import (
     ENDED_RUNS,
     TIME_KINDS,
