@@ -170,12 +170,13 @@ class CellWorker:
         self._busy = True
         try:
             with worker.own_process():
-                return self._shell.run(source)
+                shown = self._shell.run(source)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
-            # sys.exit() is how a script ends well.
-            return None
+            shown = None  # sys.exit() is how a script ends well
+        rendezvous.say_returned(self._rank)
+        return shown
 
     def bind_names(self, fds: list[int], update: NamespaceUpdate) -> None:
         """Bind names that the notebook has. Descriptors: those of the update."""
@@ -211,6 +212,7 @@ class CellWorker:
         """Join the group that another rank is about to be in, unless this one has been in it."""
         self._busy = True
         self._groups.join_others(wanted)
+        rendezvous.say_returned(self._rank)  # its own task has ended
 
     def close_groups(self, _fds: list[int], generation: int) -> None:
         """Drop all process groups: they are out of step. New ones get other names in the store."""

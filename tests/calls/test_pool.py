@@ -133,6 +133,16 @@ def test_a_rank_that_comes_late_has_not_left_since_it_returned_from_an_earlier_c
     assert fresh.pull("found") == {"found": [2, 2]}
 
 
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_cell_whose_ranks_call_a_collective_unequally_ends_at_once(fresh, has_group):
+    start = "import os, torch, nbaccel\nAccelerator = nbaccel.Accelerator\n"
+    fresh.run(start + ("accelerator = Accelerator(cpu=True)" if has_group else ""))
+    with pytest.raises(WorkerFailed, match="rank 0 of 2 waited for rank 1, which had already"):
+        fresh.run("if os.environ['RANK'] == '0': Accelerator(cpu=True).gather(torch.ones(1))")
+    fresh.run("found = Accelerator(cpu=True).gather(torch.ones(1)).numel()")
+    assert fresh.pull("found") == {"found": [2, 2]}
+
+
 def test_what_keeps_a_group_and_uneven_collectives_that_are_told(fresh, capsys):
     fresh.run(
         "import torch, torch.distributed as dist\n"
