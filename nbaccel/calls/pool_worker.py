@@ -105,7 +105,7 @@ class CellWorker:
         while (received := self._tasks.get()) is not None:
             task, fds = received
             if task.number:  # not for what a rank does while others are still at the last one
-                rendezvous.begin_task(task.number)
+                rendezvous.begin_task(task.number, task.resting)
             with memfd.closing_files(*fds):
                 shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.

@@ -145,7 +145,11 @@ class Supervisor:
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
         self._policy = shutdown.KEEP_WORKERS if group.stays else shutdown.END_WORKERS
-        self._watch = RankWatch(self.participants(), lets_exit=not group.stays)
+        self._watch = RankWatch(
+            self.participants(),
+            lets_exit=not group.stays,
+            resting=tuple(member.rank for member in self.members if member.rank not in self._ranks),
+        )
         self._ladder: shutdown.ShutdownLadder | None = None
         self._agreement: shutdown.StepAgreement | None = None
         self._joining: set[int] = set()  # ranks that join a process group for the others
@@ -193,7 +197,7 @@ class Supervisor:
                 with processes.uninterrupted():
                     show.end(self, self._ending())
                 result.observed = show.board
-        was_cut = self._ladder is not None and self._ladder.has_cut
+        was_cut = self._watch.has_cut or (self._ladder is not None and self._ladder.has_cut)
         is_of_all = len(self._ranks) == len(self.members)
         result.out_of_step = was_cut or (is_of_all and result.counts_differ)
         return result
@@ -228,11 +232,12 @@ class Supervisor:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
         # Ranks mostly have the very same task, which is pickled once.
         packed: dict[int, tuple[bytes, list[int]]] = {}
+        resting = tuple(member.rank for member in self.members if member.rank not in self._tasks)
         with contextlib.ExitStack() as sent:
             for member in (member for member in self.members if member.rank in self._tasks):
                 body, fds = self._tasks[member.rank]
                 if id(body) not in packed:
-                    task = messaging.Task(number=self._number, body=body)
+                    task = messaging.Task(number=self._number, body=body, resting=resting)
                     packed[id(body)] = messaging.pack_message(task)
                     sent.enter_context(memfd.closing_files(*packed[id(body)][1]))
                 packet, files = packed[id(body)]
@@ -630,15 +635,21 @@ _CONNECTING_FUNCTIONS = {"init_process_group", "new_group", CREATES_GROUP, "init
 
 
 class RankWatch:
-    """Asks the ranks of one call where they are, and lets those of a launch exit.
+    """Asks the ranks of one call where they are, and lets those go that others wait for in vain.
 
     Now and then it looks for ranks that have done next to nothing since. If there are some, all are
     asked where they are, as at the end of a call that has taken too long; a panel shows it. One
     that waits in the same collective for long, and in another one than the others, is told of once.
+    A rank that has finished will never come to it: a launch's may exit, and a pool's cuts its
+    connections, so that those that wait for it fail.
     """
 
-    def __init__(self, members: Sequence[WorkerHandle], *, lets_exit: bool) -> None:
+    def __init__(
+        self, members: Sequence[WorkerHandle], *, lets_exit: bool, resting: Sequence[int] = ()
+    ) -> None:
+        self.has_cut = False  # if so, the process groups are unusable
         self._members = members
+        self._resting = resting  # ranks that have no part in it
         self._lets_exit = lets_exit
         self._looked_at = time.monotonic()
         self._look_at = self._looked_at + LOOK_S
@@ -750,7 +761,8 @@ class RankWatch:
             if one.collective and now - since > (_LOOKS - 0.1) * LOOK_S
         }
         calls = {(activity.collective, activity.is_comparing) for activity in activities.values()}
-        have_all_come = len(calls) == 1 and len(activities) == len(self._members)
+        num_ranks = len(self._members) + len(self._resting)
+        have_all_come = len(calls) == 1 and len(activities) == num_ranks
         if not lasting or have_all_come or lasting & self._told_waits:
             return ""
         self._told_waits = lasting
@@ -762,6 +774,11 @@ class RankWatch:
         for member in self._members:
             state_words = "starting" if member.is_busy else "has finished"
             lines.append(f"  rank {member.rank}: {activities.get(member.rank) or state_words}")
+        lines += [f"  rank {rank}: has not been given this cell or call" for rank in self._resting]
+        if not self._lets_exit:
+            for member in self._waiting():
+                self.has_cut = True
+                member.tell(messaging.Word.BREAK)
         lines.append(
             "All ranks must call it, equally often and with equal shapes. Look for an `if` or a "
             "`break` that only some of them take, or for a rank that is merely slow. "

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from nbaccel.base import env, frames, spent_time, torch_private
 from nbaccel.base.errors import CollectiveMismatch, CollectiveTimeout, ConfigError, UnsafeMoment
 from nbaccel.base.log import write_notice
-from nbaccel.base.units import format_seconds
-from nbaccel.workers.rendezvous import returned_key
+from nbaccel.base.units import format_seconds, number_ranges
+from nbaccel.workers.rendezvous import resting_ranks, returned_key
 
 CHECK_VARIABLE = "NBACCEL_COLLECTIVE_CHECK"
 _CHECKS = ("first", "always", "off")
@@ -163,6 +163,12 @@ class CollectiveCheck:
                 f"Process {os.getpid()} was forked from process {self._rank} of the group, and "
                 f"calls {what}. It would send as its parent, and the others would get wrong data. "
                 "Call collectives in the parent only."
+            )
+        if resting := resting_ranks():
+            raise CollectiveMismatch(
+                f"Process {self._rank} calls {what} in a cell or call that was not given to "
+                f"process {number_ranges(resting)}. It would wait for ever, because a collective "
+                "needs every process. Run it on all ranks, or leave the collective out."
             )
         self.calls_begun += 1
 

@@ -260,6 +260,7 @@ class Task:
 
     number: int  # counts the tasks that are sent together; 0 for one that is not waited for
     body: Any
+    resting: tuple[int, ...] = ()  # ranks that are not given it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from nbaccel.base import env, processes, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.plan.topology import Topology
 
-_task_number = 0  # what this process works on: its launch, or the latest task of a live worker
+# What this process works on, its launch or a live worker's latest task, and whom that is not for.
+_task_number = 0
+_resting_ranks: frozenset[int] = frozenset()
 
 
 def join_store(place: Topology, next_name: Callable[[], str]) -> None:
@@ -80,10 +82,16 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
         )
 
 
-def begin_task(number: int) -> None:
+def begin_task(number: int, resting: Iterable[int]) -> None:
     """Begin a live worker's next task, in which what ranks have said before holds no more."""
-    global _task_number  # noqa: PLW0603 - a process works on one thing at a time
+    global _task_number, _resting_ranks  # noqa: PLW0603 - a process works on one thing at a time
     _task_number = number
+    _resting_ranks = frozenset(resting)
+
+
+def resting_ranks() -> frozenset[int]:
+    """Ranks that have not been given this task."""
+    return _resting_ranks
 
 
 def returned_key() -> str:

@@ -16,7 +16,7 @@ from torch import nn
 import nbaccel
 from nbaccel import ConfigError, Pool, RunConfig, WorkerDied, WorkerFailed, notebook_launcher
 from nbaccel.calls.pool_planning import PoolState
-from nbaccel.errors import NotSendable, UnsafeMoment
+from nbaccel.errors import CollectiveMismatch, NotSendable, UnsafeMoment
 from nbaccel.workers import template
 from tests import worker_functions as workers
 from tests.process import descriptors, lives, stop_pressed_when
@@ -139,6 +139,8 @@ def test_a_cell_whose_ranks_call_a_collective_unequally_ends_at_once(fresh, has_
     fresh.run(start + ("accelerator = Accelerator(cpu=True)" if has_group else ""))
     with pytest.raises(WorkerFailed, match="rank 0 of 2 waited for rank 1, which had already"):
         fresh.run("if os.environ['RANK'] == '0': Accelerator(cpu=True).gather(torch.ones(1))")
+    with pytest.raises(CollectiveMismatch, match="not given to process 1"):
+        fresh.run("Accelerator(cpu=True).gather(torch.ones(1))", ranks=[0])
     fresh.run("found = Accelerator(cpu=True).gather(torch.ones(1)).numel()")
     assert fresh.pull("found") == {"found": [2, 2]}
 

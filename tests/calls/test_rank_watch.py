@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nbaccel import Pool, notebook_launcher
+from nbaccel import Pool, WorkerFailed, notebook_launcher
 from nbaccel.calls import supervisor
 from nbaccel.calls.status_table import StatusTable
 from nbaccel.output.panel.facts import RankStatus
@@ -65,6 +65,19 @@ def test_a_cell_says_it_of_a_rank_that_compares_a_call(capfd):
     assert re.search(r"rank 0: waiting in gather \(", text)
     assert re.search(r"rank 1: waiting before gather, to compare calls \(", text)
     assert "NBACCEL_COLLECTIVE_CHECK=always" in text
+
+
+def test_a_cell_whose_ranks_wait_for_what_has_finished_or_rests_ends_or_says_so(capfd):
+    with Pool(2, namespace={}, timeout=8 * LOOK_S) as pool:
+        pool.run("import torch.distributed as dist\nrank = dist.get_rank()")
+        with pytest.raises(WorkerFailed, match="rank 0 of 2 waited for rank 1, which had already"):
+            pool.run("if rank == 0: dist.barrier()")
+        assert "rank 1: has finished" in shown(capfd)
+        pool.run("dist.barrier()")
+        with pytest.raises(TimeoutError):
+            pool.run("dist.barrier()", ranks=[0])
+        assert "rank 1: has not been given this cell or call" in shown(capfd)
+        pool.run("dist.barrier()")
 
 
 GIB = 2**30
