@@ -67,7 +67,7 @@ def test_several_workers_refuse_to_call_it() -> None:
 
     model = build_model()
     for trainer, built_for in (
-        (lightning.Trainer(**QUIET, devices=1), r"one process \(SingleDeviceStrategy\)"),
+        (lightning.Trainer(**QUIET, devices=1), r"1 process \(SingleDeviceStrategy\)"),
         (
             lightning.Trainer(**QUIET, devices=2, strategy="ddp_notebook"),
             r"2 processes of its own \(DDPStrategy\)",
