@@ -70,7 +70,7 @@ def test_several_workers_refuse_to_call_it() -> None:
         (lightning.Trainer(**QUIET, devices=1), r"1 process \(SingleDeviceStrategy\)"),
         (
             lightning.Trainer(**QUIET, devices=2, strategy="ddp_notebook"),
-            r"2 processes of its own \(DDPStrategy\)",
+            r"2 processes \(DDPStrategy\)",
         ),
     ):
         for function, args in (
