@@ -125,12 +125,8 @@ def test_a_rank_that_comes_late_has_not_left_since_it_returned_from_an_earlier_c
         return accelerator.gather(torch.ones(1)).numel()
 
     assert [fresh.call(meet) for _ in range(2)] == [[2, 2], [2, 2]]
-    fresh.run(
-        "import time, torch, nbaccel\naccelerator = nbaccel.Accelerator(cpu=True)\n"
-        "time.sleep(0.2 * accelerator.process_index)\n"
-        "found = accelerator.gather(torch.ones(1)).numel()"
-    )
-    assert fresh.pull("found") == {"found": [2, 2]}
+    fresh.run("import time, nbaccel\naccelerator = nbaccel.Accelerator(cpu=True)")
+    fresh.run("time.sleep(0.2 * accelerator.process_index)\naccelerator.wait_for_everyone()")
 
 
 @pytest.mark.parametrize("has_group", [True, False])
