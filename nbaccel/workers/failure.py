@@ -402,7 +402,8 @@ def failure_text(
     else:
         if not headline:
             lines += _more_message(cause.raised)
-        lines += _tell_raised(cause.raised)
+        # Where a headline says what its message and cause mean, those are not told.
+        lines += _tell_raised(cause.raised, tells_cause=not headline)
     if output := (last_output or {}).get(cause.rank, [])[-_OUTPUT_LINES:]:
         lines.append(f"Last output of rank {cause.rank}:")
         lines += [f"  {line[:_OUTPUT_CHARS]}" for line in output]
@@ -448,7 +449,7 @@ def _more_message(error: RaisedError) -> list[str]:
     return [f"  {shorten_text(line, _TEXT_CHARS)}" for line in [*rest, *notes]]
 
 
-def _tell_raised(error: RaisedError) -> list[str]:
+def _tell_raised(error: RaisedError, *, tells_cause: bool) -> list[str]:
     """The user's own frames with source around the failing line; libraries in one line each."""
     own = [frame for frame in error.frames if not frame.is_library]
     lines: list[str] = []
@@ -459,7 +460,7 @@ def _tell_raised(error: RaisedError) -> list[str]:
     if error.frames and error.frames[-1].is_library and not error.frames[-1].is_house:
         innermost = error.frames[-1]
         lines.append(f"  raised inside {innermost.function} ({place(innermost)})")
-    if error.cause is not None:
+    if error.cause is not None and tells_cause:
         cause = f"{error.cause.type_name}: {error.cause.first_line}{_at(error.cause)}"
         lines.append(f"  which came from {cause}")
     if error.parts:

@@ -133,7 +133,8 @@ def test_a_rank_that_comes_late_has_not_left_since_it_returned_from_an_earlier_c
 def test_a_cell_whose_ranks_call_a_collective_unequally_ends_at_once(fresh, has_group):
     start = "import os, torch, nbaccel\nAccelerator = nbaccel.Accelerator\n"
     fresh.run(start + ("accelerator = Accelerator(cpu=True)" if has_group else ""))
-    with pytest.raises(WorkerFailed, match="rank 0 of 2 waited for rank 1, which had already"):
+    waited = "rank 0 of 2 waited for rank 1, which had already"
+    with pytest.raises(WorkerFailed, match=f"(?s){waited}((?!ConnectionReset).)*$"):
         fresh.run("if os.environ['RANK'] == '0': Accelerator(cpu=True).gather(torch.ones(1))")
     with pytest.raises(CollectiveMismatch, match="not given to process 1"):
         fresh.run("Accelerator(cpu=True).gather(torch.ones(1))", ranks=[0])
