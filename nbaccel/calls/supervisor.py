@@ -145,11 +145,9 @@ class Supervisor:
         self._began = time.monotonic()
         self._deadline = None if timeout_s is None else self._began + timeout_s
         self._policy = shutdown.KEEP_WORKERS if group.stays else shutdown.END_WORKERS
-        self._watch = RankWatch(
-            self.participants(),
-            lets_exit=not group.stays,
-            resting=tuple(member.rank for member in self.members if member.rank not in self._ranks),
-        )
+        self._resting = tuple(m.rank for m in self.members if m.rank not in self._ranks)
+        lets_exit = not group.stays
+        self._watch = RankWatch(self.participants(), lets_exit=lets_exit, resting=self._resting)
         self._ladder: shutdown.ShutdownLadder | None = None
         self._agreement: shutdown.StepAgreement | None = None
         self._joining: set[int] = set()  # ranks that join a process group for the others
@@ -232,12 +230,11 @@ class Supervisor:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""
         # Ranks mostly have the very same task, which is pickled once.
         packed: dict[int, tuple[bytes, list[int]]] = {}
-        resting = tuple(member.rank for member in self.members if member.rank not in self._tasks)
         with contextlib.ExitStack() as sent:
             for member in (member for member in self.members if member.rank in self._tasks):
                 body, fds = self._tasks[member.rank]
                 if id(body) not in packed:
-                    task = messaging.Task(number=self._number, body=body, resting=resting)
+                    task = messaging.Task(number=self._number, body=body, resting=self._resting)
                     packed[id(body)] = messaging.pack_message(task)
                     sent.enter_context(memfd.closing_files(*packed[id(body)][1]))
                 packet, files = packed[id(body)]
@@ -731,10 +728,14 @@ class RankWatch:
 
     def _release(self, now: float) -> None:
         for member in self._waiting():
+            self._released.add(member.rank)
+            if not self._lets_exit:
+                self.has_cut = True
+                member.tell(messaging.Word.BREAK)
+                continue
             # Of the last one: another may have been let go hours before. A worker gives up by
             # itself what takes longer than `EXIT_S`, and says so.
             self._overdue_at = now + time_limits.EXIT_S + time_limits.UNWIND_S
-            self._released.add(member.rank)
             member.let_exit()
 
     def _find_idle(self, running: Iterable[WorkerHandle], seconds: float) -> frozenset[int]:
@@ -763,7 +764,12 @@ class RankWatch:
         calls = {(activity.collective, activity.is_comparing) for activity in activities.values()}
         num_ranks = len(self._members) + len(self._resting)
         have_all_come = len(calls) == 1 and len(activities) == num_ranks
-        if not lasting or have_all_come or lasting & self._told_waits:
+        if not lasting or have_all_come:
+            return ""
+        # Each time: a rank may finish long after the wait for it was told of.
+        if not self._lets_exit and not any(map(_sets_up, self._busy())):
+            self._release(now)
+        if lasting & self._told_waits:
             return ""
         self._told_waits = lasting
         waiting_ranks = ", ".join(str(rank) for rank in sorted(rank for rank, _ in lasting))
@@ -775,10 +781,6 @@ class RankWatch:
             state_words = "starting" if member.is_busy else "has finished"
             lines.append(f"  rank {member.rank}: {activities.get(member.rank) or state_words}")
         lines += [f"  rank {rank}: has not been given this cell or call" for rank in self._resting]
-        if not self._lets_exit:
-            for member in self._waiting():
-                self.has_cut = True
-                member.tell(messaging.Word.BREAK)
         lines.append(
             "All ranks must call it, equally often and with equal shapes. Look for an `if` or a "
             "`break` that only some of them take, or for a rank that is merely slow. "

@@ -68,7 +68,7 @@ def _of_nodes(config: RunConfig) -> Iterator[Contradiction]:
 
 
 def _of_start(config: RunConfig) -> Iterator[Contradiction]:
-    told_engine = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
+    engine_settings = ("engine", "hostfile", "num_nodes", "start_method", "rdzv_backend")
     is_inline = config.start_method == "inline"
     engine = chosen_engine(config)[0]
     starts_all = rows.engine_row(engine).runs_on_hosts
@@ -95,7 +95,7 @@ def _of_start(config: RunConfig) -> Iterator[Contradiction]:
         )
     if config.num_nodes > 1 and starts_all:
         yield (
-            told_engine,
+            engine_settings,
             f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
             "with which one notebook starts the workers of all machines: num_nodes counts machines "
             "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
@@ -109,7 +109,7 @@ def _of_start(config: RunConfig) -> Iterator[Contradiction]:
         )
     if starts_all and config.start_method not in ("auto", "template"):
         yield (
-            told_engine,
+            engine_settings,
             f"start_method={config.start_method!r} contradicts engine={engine!r}: workers on "
             "other machines cannot be forked from this process. Leave start_method out.",
         )
