@@ -68,9 +68,9 @@ def test_a_cell_says_it_of_a_rank_that_compares_a_call(capfd):
 
 
 def test_a_cell_whose_ranks_wait_for_what_has_finished_or_rests_ends_or_says_so(capfd):
-    with Pool(2, namespace={}, timeout=8 * LOOK_S) as pool:
+    with Pool(2, namespace={}, timeout=12 * LOOK_S) as pool:
         pool.run("import time, torch.distributed as dist\nrank = dist.get_rank()")
-        for late_s in (0, 4 * LOOK_S):  # before and after it is told of
+        for late_s in (0, 6 * LOOK_S):  # before and after it is told of
             with pytest.raises(WorkerFailed, match="0 of 2 waited for rank 1, which had already"):
                 pool.run(f"dist.barrier() if rank == 0 else time.sleep({late_s})")
         assert "rank 1: has finished" in shown(capfd)
