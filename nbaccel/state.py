@@ -261,7 +261,7 @@ def _newest_accelerator() -> Any:
 
 
 def is_initialized() -> bool:
-    """Whether there is an `Accelerator`, so that ``AcceleratorState()`` can be asked."""
+    """Whether there is an `Accelerator` whose state ``AcceleratorState()`` is."""
     return _newest_accelerator() is not None
 
 
@@ -354,7 +354,8 @@ class PartialState(ProcessInfo):
 class AcceleratorState(PartialState):
     """What an `Accelerator` says of its process: ``accelerator.state``.
 
-    Without arguments it says what the newest `Accelerator` of this process says.
+    Without arguments it says what the newest `Accelerator` of this process says; where there is
+    none, what is known without one.
 
     Args:
         place: Where the process stands.
@@ -365,9 +366,6 @@ class AcceleratorState(PartialState):
         deepspeed_plugins: How DeepSpeed shards them, if it does.
         dynamo_plugin: How they are compiled, if they are.
         said: What a program has set, by attribute; the accelerator's own.
-
-    Raises:
-        ConfigError: There is no `Accelerator` yet.
     """
 
     def __init__(
@@ -383,17 +381,15 @@ class AcceleratorState(PartialState):
         said: dict[str, DistributedType] | None = None,
     ) -> None:
         if place is None or collectives is None:
-            if (newest := _newest_accelerator()) is None:
-                raise ConfigError(
-                    f"AcceleratorState(place={place}, collectives={collectives}) has nothing to "
-                    "describe: no Accelerator has been made in this process. Make one first "
-                    "(accelerator = Accelerator()), or use PartialState() for this process's "
-                    "number and device."
-                )
-            self.__dict__.update(vars(newest.state))
-            return
-        # Past PartialState's constructor, which would find the place anew from the environment.
-        ProcessInfo.__init__(self, place, collectives)
+            if (newest := _newest_accelerator()) is not None:
+                self.__dict__.update(vars(newest.state))
+                return
+            super().__init__()
+            distributed_type = super().distributed_type
+            mixed_precision = env.read("ACCELERATE_MIXED_PRECISION") or mixed_precision
+        else:
+            # Past PartialState's constructor, which would find the place anew.
+            ProcessInfo.__init__(self, place, collectives)
         self._said = {} if said is None else said
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision

@@ -129,6 +129,15 @@ class AutocastForward:
         return as_float32(output)
 
 
+def restore_forward(model: nn.Module, forward: Any) -> None:
+    """Take off what a model's forward was wrapped in; the forward of its class needs no entry."""
+    model.__dict__.pop("forward", None)
+    model.__dict__.pop("_original_forward", None)
+    is_own = getattr(forward, "__self__", None) is model
+    if not is_own or getattr(forward, "__func__", None) is not type(model).forward:
+        model.__dict__["forward"] = forward
+
+
 class _AutocastPrecision(Precision):
     """The common part of the three precisions."""
 
@@ -165,15 +174,8 @@ class _AutocastPrecision(Precision):
 
     def take_off_autocast(self, model: nn.Module) -> None:
         wrapper = model.__dict__.get("forward")
-        if not isinstance(wrapper, AutocastForward):
-            return
-        del model.__dict__["forward"]
-        model.__dict__.pop("_original_forward", None)
-        # One that the user had set on the instance is put back; that of the class needs no entry.
-        forward: Any = wrapper.forward
-        is_own = getattr(forward, "__self__", None) is model
-        if not is_own or getattr(forward, "__func__", None) is not type(model).forward:
-            model.__dict__["forward"] = forward
+        if isinstance(wrapper, AutocastForward):
+            restore_forward(model, wrapper.forward)
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         if self.dtype is None:

@@ -23,7 +23,7 @@ from nbaccel.base.units import format_bytes
 from nbaccel.config.config_files import accelerate_path
 from nbaccel.config.enumerations import PrecisionType
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.precision.native import AutocastForward
+from nbaccel.precision.native import restore_forward
 from nbaccel.state import PartialState
 from nbaccel.strategies.model_blocks import compile_regions as compile_regions
 from nbaccel.train import checkpoint
@@ -57,11 +57,9 @@ def extract_model_from_parallel(
     inner = _unwrapped(torch_private.uncompiled(model) if compiled is not None else model)
     if recursive:
         inner = _unwrapped_throughout(inner)
-    if not keep_fp32_wrapper:
-        wrapper = inner.__dict__.get("forward")
-        if isinstance(wrapper, AutocastForward):
-            del inner.__dict__["forward"]
-        inner.__dict__.pop("_original_forward", None)
+    # Also by Accelerate's users, where they wrap a forward themselves.
+    if not keep_fp32_wrapper and (forward := inner.__dict__.get("_original_forward")) is not None:
+        restore_forward(inner, forward)
     if compiled is None or not keep_torch_compile:
         return inner
     # Replaced inside the compiled wrapper, so that its compiled code is kept.

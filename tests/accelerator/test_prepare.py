@@ -16,6 +16,7 @@ from nbaccel.data_loader import DataLoaderShard
 from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.scheduler import AcceleratedScheduler
+from nbaccel.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from tests.accelerator.loops import line, numbers, rows, sgd, together, told, weight
 
 
@@ -95,7 +96,13 @@ def test_weights_in_memory_train_beside_frozen_ones_on_disk(tmp_path: Path) -> N
 
 def test_unwrapping_gives_the_users_own_module_which_pickles() -> None:
     def body(accelerator: Accelerator) -> Any:
+        hooked = nn.Linear(1, 1)
+        hooked.forward = lambda batch: batch + 1  # as offloading hooks stand on an instance
+        extract_model_from_parallel(accelerator.prepare(hooked), keep_fp32_wrapper=False)
+        assert hooked(torch.ones(1)) == 2
         mine = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        mine._original_forward, mine.forward = mine.forward, convert_outputs_to_fp32(mine.forward)
+        assert type(extract_model_from_parallel(mine, False).forward).__name__ == "method"
         model = accelerator.prepare(mine)
         casting = type(mine.forward).__name__
         names = sorted(accelerator.get_state_dict(model))
