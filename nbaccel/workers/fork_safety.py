@@ -24,7 +24,11 @@ from nbaccel.base.log import write_notice
 from nbaccel.plan import registry
 
 _KERNEL_MODULES = ("ipykernel", "IPython", "tornado", "zmq", "debugpy", "pydevd", "_pydevd")
-_KERNEL_NAMES = ("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread")
+# The kernel's; and that of a `multiprocessing.Queue`, which is made to be forked.
+_SAFE_NAMES = (
+    *("IOPub", "Heartbeat", "Control", "Shell channel", "IPythonHistorySavingThread"),
+    "QueueFeederThread",
+)
 
 # Python names a thread without a name after its function: ipykernel 7.4 has two such threads. The
 # other is jupyter_core's, which waits for coroutines.
@@ -97,7 +101,7 @@ def _is_foreign(thread: threading.Thread) -> bool:
     """Whether it is a thread of the user's, not of the kernel or the one that launches."""
     if thread in (threading.main_thread(), threading.current_thread()) or _is_bar_monitor(thread):
         return False
-    if thread.name.startswith(_KERNEL_NAMES) or thread.name.endswith(_KERNEL_TARGETS):
+    if thread.name.startswith(_SAFE_NAMES) or thread.name.endswith(_KERNEL_TARGETS):
         return False
     return not type(thread).__module__.startswith(_KERNEL_MODULES)
 

@@ -112,6 +112,8 @@ def _stray_process(pid: int) -> str:
 
 def forget_inherited() -> None:
     """Leave to the parent what it has registered, such as the end of its temporary folders."""
+    # Else locks of queues stay as they were, and ranks would speak to a manager by one connection.
+    multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -81,6 +82,8 @@ class TemplateProcess:
             "packages": by_package(modules),
             "left_out": left_out,
             "import_limit_s": time_limits.IMPORT_S,
+            # By it a worker may use what a `multiprocessing.Manager` of the notebook holds.
+            "authkey": bytes(multiprocessing.current_process().authkey).hex(),
         }
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for hundreds of messages: when a full socket has room again, the system sends SIGIO,

@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def serve(channel_fd: int) -> NoReturn:
     # To look for garbage takes a tenth of the imports' time, and modules leave none worth it.
     gc.disable()
     _import_for_workers(request)
+    multiprocessing.current_process().authkey = bytes.fromhex(request["authkey"])
     left_out = _import_packages(request, channel_fd)
     # Let no collection in a worker write to every page shared with this process.
     gc.collect()  # no garbage is to be kept for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -605,6 +606,22 @@ def test_what_cannot_be_sent_is_named_for_the_template_and_auto_forks_and_says_s
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@isolated(timeout_s=60)
+def test_queues_and_managers_of_the_notebook_work_in_its_workers():
+    with multiprocessing.Manager() as manager:
+        noted, queue = manager.list(["notebook"]), multiprocessing.Queue()
+        queue.put("notebook")  # by a thread, which no fork takes along
+
+        def note(queue=None):
+            for _ in range(100):  # one connection for both ranks would break
+                noted.append(1)
+            return queue and (queue.put(1) or queue.get(timeout=20))
+
+        assert notebook_launcher(note, (), 2).plan.start_method == "template"
+        assert notebook_launcher(note, (queue,), 2).plan.start_method == "fork"
+        assert (noted.count(1), queue.get(timeout=20)) == (400, 1)
 
 
 @pytest.mark.slow
