@@ -54,9 +54,25 @@ def shows(path: str) -> Any:
 class ProcessInfo:
     """This process among the others: its numbers, and who runs what."""
 
-    def __init__(self, place: Place, collectives: Collectives) -> None:
-        self._place = place
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives) -> None:
+        self._found_collectives = collectives
+
+    def _check_process(self) -> None:
+        """Refuse that ranks use what the notebook has made, by a process alone."""
+        number = distributed.world_size() if self._found_collectives.place.is_alone else 1
+        if number > 1:
+            raise ConfigError(
+                f"This {type(self).__name__} was made in one process and is used by {number}: each "
+                "would take itself for the only one, train on all of the data and average nothing. "
+                "Make it in the function or cell that all of them run."
+            )
+
+    @property
+    def _collectives(self) -> Collectives:
+        self._check_process()
+        return self._found_collectives
+
+    _place: Place = shows("_collectives.place")
 
     # --------------------------------------------------------------------- numbers
 
@@ -293,7 +309,7 @@ class PartialState(ProcessInfo):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         settings = InitProcessGroupKwargs(**kwargs)
         place = distributed.init_process(cpu=cpu, settings=settings)
-        super().__init__(place, Collectives(place, distributed.timeout_s(settings)))
+        super().__init__(Collectives(place, distributed.timeout_s(settings)))
 
     @staticmethod
     def _reset_state() -> None:
@@ -358,8 +374,7 @@ class AcceleratorState(PartialState):
     none, what is known without one.
 
     Args:
-        place: Where the process stands.
-        collectives: What the processes do together.
+        collectives: What the processes do together, and where this one stands.
         distributed_type: How they train.
         mixed_precision: In which format.
         fsdp_plugin: How torch shards models, if it does.
@@ -370,7 +385,6 @@ class AcceleratorState(PartialState):
 
     def __init__(
         self,
-        place: Place | None = None,
         collectives: Collectives | None = None,
         *,
         distributed_type: DistributedType = DistributedType.NO,
@@ -380,7 +394,7 @@ class AcceleratorState(PartialState):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         said: dict[str, DistributedType] | None = None,
     ) -> None:
-        if place is None or collectives is None:
+        if collectives is None:
             if (newest := _newest_accelerator()) is not None:
                 self.__dict__.update(vars(newest.state))
                 return
@@ -389,7 +403,7 @@ class AcceleratorState(PartialState):
             mixed_precision = env.read("ACCELERATE_MIXED_PRECISION") or mixed_precision
         else:
             # Past PartialState's constructor, which would find the place anew.
-            ProcessInfo.__init__(self, place, collectives)
+            ProcessInfo.__init__(self, collectives)
         self._said = {} if said is None else said
         self._distributed_type = distributed_type
         self.mixed_precision = mixed_precision

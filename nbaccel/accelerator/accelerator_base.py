@@ -42,7 +42,7 @@ class RunDescription(ProcessInfo):
     """What can be read of a run: it holds before anything is prepared, and trains nothing."""
 
     def __init__(self, run: TrainingRun) -> None:
-        super().__init__(run.place, run.collectives)
+        super().__init__(run.collectives)
         self._run = run
         self._said_in_state: dict[str, handlers.DistributedType] = {}
 
@@ -61,7 +61,6 @@ class RunDescription(ProcessInfo):
     def state(self) -> AcceleratorState:
         """This process and how it trains, as one object to print."""
         return AcceleratorState(
-            self._place,
             self._collectives,
             distributed_type=self.distributed_type,
             mixed_precision=self.mixed_precision,

@@ -65,6 +65,7 @@ class Preparer(RunDescription):
                 f"device_placement has {len(device_placement)} entries for {len(args)} arguments: "
                 "it would be unclear which is meant. Give one for each."
             )
+        self._check_process()
         default = self.device_placement
         given = device_placement or [None] * len(args)
         placements = [default if placement is None else placement for placement in given]

@@ -42,6 +42,15 @@ def test_a_loader_that_each_rank_would_read_whole_is_refused() -> None:
     assert list(notebook_launcher(read, (prepared,), 1)) == [5]
 
 
+@pytest.mark.parametrize("start_method", ["template", "fork"])
+def test_an_accelerator_by_which_each_rank_would_train_alone_is_refused(start_method: str) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    for use in (accelerator.prepare, lambda _: accelerator.num_processes):
+        with pytest.raises(ConfigError, match=r"was made in one process and is used by 2.*Make it"):
+            notebook_launcher(use, (model,), 2, start_method=start_method)
+    assert list(notebook_launcher(lambda: accelerator.num_processes, (), 1)) == [1]
+
+
 @pytest.mark.slow
 @isolated
 @pytest.mark.parametrize("start_method", ["template", "fork"])
