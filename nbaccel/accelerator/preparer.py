@@ -121,6 +121,9 @@ class Preparer(RunDescription):
         """
         to_device = self.device_placement if device_placement is None else device_placement
         if isinstance(data_loader, PreparedLoader) and data_loader.is_for(self._run.place):
+            if not self._is_own(data_loader):
+                data_loader.gradient_state = self.gradient_state
+                self._dataloaders.append(data_loader)
             return data_loader
         prepared_loader = share_data_loader(
             data_loader,
@@ -147,7 +150,9 @@ class Preparer(RunDescription):
             if scheduler is earlier or scheduler is earlier.scheduler:
                 return earlier
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            if self._is_own(scheduler):
+                return scheduler
+            scheduler = scheduler.scheduler
         torch_private.watch_steps_again(scheduler)
         optimizer = getattr(scheduler, "optimizer", None)
         optimizers = [
@@ -178,6 +183,10 @@ class Preparer(RunDescription):
         return skip_first_batches(dataloader, num_batches)
 
     def _prepare_new(self, new: dict[int, Any], placements: Sequence[bool]) -> dict[int, Any]:
+        new = {
+            place: _optimizer_parts(item)[-1] if isinstance(item, AcceleratedOptimizer) else item
+            for place, item in new.items()
+        }
         ready = dict(new)
         for place, item in new.items():  # first, because an engine needs the size of a batch
             if isinstance(item, DataLoader):
@@ -248,7 +257,11 @@ class Preparer(RunDescription):
         for optimizer in self._optimizers:
             if any(item is optimizer_part for optimizer_part in _optimizer_parts(optimizer)):
                 return optimizer
-        return item if isinstance(item, AcceleratedOptimizer) else None
+        return item if isinstance(item, AcceleratedOptimizer) and self._is_own(item) else None
+
+    def _is_own(self, prepared: Any) -> bool:
+        """Whether this accelerator prepared it; a cell that is run again gives another one's."""
+        return vars(prepared.gradient_state) is vars(self.gradient_state)
 
     def _place_models(self, models: Sequence[nn.Module], placements: Sequence[bool]) -> None:
         for model, to_device in zip(models, placements, strict=True):
@@ -392,7 +405,7 @@ def _is_scheduler(given_object: Any) -> bool:
     if isinstance(given_object, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
         return True
     scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
-    is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, AcceleratedScheduler, type))
+    is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, type))
     return not is_other and all(
         callable(getattr(given_object, name, None)) for name in scheduler_methods
     )

@@ -543,6 +543,11 @@ def check_parts(
             f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
             "one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
+    if any(isinstance(optimizer, EngineOptimizer) for optimizer in optimizers):
+        mistakes.append(
+            "prepare got the engine of another Accelerator, which cannot be taken apart. Make "
+            "model and optimizer anew before: run their cell again."
+        )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
             f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "

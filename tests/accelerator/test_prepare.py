@@ -224,6 +224,26 @@ def test_what_is_given_twice_or_again_is_prepared_once() -> None:
     assert together(body) == [(True, True, True, True, False, [1, 1])] * 2
 
 
+def test_a_cell_that_runs_again_prepares_what_an_earlier_accelerator_has_prepared() -> None:
+    model = line()
+    optimizer = sgd(model, 1.0)
+    parts = (model, optimizer, schedule(optimizer), numbers(3, 1))
+    for num_steps in (1, 2):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps)
+        model, optimizer, scheduler, loader = parts = accelerator.prepare(*parts)
+    rates = []
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 1 / 2, 1 / 3]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._dataloaders == [loader]
+
+
 def test_a_model_in_few_bits_that_is_offloaded_cannot_be_trained() -> None:
     model: Any = line()
     model.is_loaded_in_8bit = True
