@@ -168,19 +168,6 @@ class OutputItem(NamedTuple):
         return _DISPLAY_CHARS if self.handle is None else 0
 
 
-def rich_item(time: float, message: messaging.Display | messaging.ClearOutput) -> OutputItem:
-    """Rich output, or a request to clear the cell, as it waits among the lines."""
-    handle: str | None = _CLEARING
-    updates = False
-    if isinstance(message, messaging.Display):
-        display_id = (message.content.get("transient") or {}).get("display_id")
-        handle = None if display_id is None else str(display_id)
-        updates = bool(message.content.get("update"))
-    # IPython draws handles at random, so those of two ranks always differ.
-    key = message if handle is None else (handle == _CLEARING, updates)
-    return OutputItem(time, key, message=message, handle=handle, updates=updates)
-
-
 class LineMerger:
     """What all ranks have written and the notebook has not shown yet."""
 
@@ -221,8 +208,19 @@ class LineMerger:
         self._chars[rank] += num_chars
         self._lines[rank] += line_number
 
-    def add_rich(self, rank: int, item: OutputItem) -> None:
-        """Something a rank has displayed."""
+    def add_rich(
+        self, rank: int, arrival_time: float, message: messaging.Display | messaging.ClearOutput
+    ) -> None:
+        """Rich output of a rank, or its request to clear the cell: it waits among the lines."""
+        handle: str | None = _CLEARING
+        updates = False
+        if isinstance(message, messaging.Display):
+            display_id = (message.content.get("transient") or {}).get("display_id")
+            handle = None if display_id is None else str(display_id)
+            updates = bool(message.content.get("update"))
+        # IPython draws handles at random, so those of two ranks always differ.
+        key = message if handle is None else (handle == _CLEARING, updates)
+        item = OutputItem(arrival_time, key, message=message, handle=handle, updates=updates)
         self._queues[rank].append(item)
         self._count(rank, item, 1)
 
@@ -437,7 +435,7 @@ class Console:
             if not self._sources[rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
                 self._finish(rank, stream)
-        self._waiting.add_rich(rank, rich_item(time.monotonic(), message))
+        self._waiting.add_rich(rank, time.monotonic(), message)
 
     def close(self, rank: int) -> None:
         """Note that this rank writes nothing further."""
@@ -549,7 +547,7 @@ class Console:
         self.tick(is_final=True)
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
-        items = self._entries(current_time, -math.inf if is_final else HOLD_S)
+        due = self._waiting.ready(current_time, hold_s=-math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
             for rank in self._ranks:
                 self._shorten(rank)
@@ -558,22 +556,18 @@ class Console:
             room = self._pace.room(current_time, has_gaps=bool(self._dropped))
         entries: list[_ShownEntry] = []
         num_chars = 0
-        while num_chars < room and (entry := next(items, None)):
-            entries.append(entry)
-            # Each line costs a prefix and a line end too, also an empty one.
-            num_chars += len(entry[1].text) + 5
-        if self._pace.spend(num_chars):
-            entries.append(([], OutputItem(current_time, None, self._own_stream, _TOO_MUCH)))
-        return entries
-
-    def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
-        for items in self._waiting.ready(current_time, hold_s=hold_s):
+        while num_chars < room and (items := next(due, None)):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
             rank = min(items)
             for item in items.values():
                 if item.handle is not None:
                     self._owners[item.handle] = min(rank, self._owners.get(item.handle, rank))
-            yield [*items], items[rank]
+            entries.append(([*items], items[rank]))
+            # Each line costs a prefix and a line end too, also an empty one.
+            num_chars += len(items[rank].text) + 5
+        if self._pace.spend(num_chars):
+            entries.append(([], OutputItem(current_time, None, self._own_stream, _TOO_MUCH)))
+        return entries
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""

@@ -212,11 +212,10 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
             "This torch does not tell how long DDP's exchange of gradients takes: it is in "
             "computing, and so is waiting for others there."
         )
-    yield (
-        "Memory was looked at once a second; what was taken for less may not show."
-        if any(facts.memory.peak_rss for facts in board.ranks.values())
-        else "Memory is looked at once a second, and the run had ended before."
-    )
+    if any(facts.memory.peak_rss for facts in board.ranks.values()):
+        yield "Memory was looked at once a second; what was taken for less may not show."
+    else:
+        yield "Memory is looked at once a second, and the run had ended before."
     if sentence := live_html.left_out_sentence(board):
         yield f"{sentence}."
     if board.warnings.num_left_out:

@@ -94,11 +94,9 @@ class Topology:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
-        given = env.snapshot() if environ is None else environ
+        told = env.snapshot() if environ is None else environ
         # On one machine the host name may resolve to an address without a way: gloo would hang.
-        unset = [
-            name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
-        ]
+        unset = [name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not told.get(name)]
         return variables_by_name | dict.fromkeys(unset, _LOOPBACK_INTERFACE)
 
 

@@ -241,6 +241,9 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
     if found.world_size == 1:
         count_reason = "started without a launcher, or with one worker"
+    batches_reason = f"each process gets whole batches: {found.world_size} x batch_size per step"
+    if asked.split_batches:
+        batches_reason = "each process gets its slice of every batch"
     all_choices = (
         Choice("device", found.device_name, _device_reason(asked, found)),
         Choice("num_processes", found.world_size, count_reason),
@@ -252,13 +255,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
             asked.accumulation_steps,
             _source_text(asked.accumulation_source, "every batch is a step, as nothing was asked"),
         ),
-        Choice(
-            "batches",
-            "split" if asked.split_batches else "whole",
-            "each process gets its slice of every batch"
-            if asked.split_batches
-            else f"each process gets whole batches: {found.world_size} x batch_size per step",
-        ),
+        Choice("batches", "split" if asked.split_batches else "whole", batches_reason),
     )
     return TrainingPlan(
         device=found.device,

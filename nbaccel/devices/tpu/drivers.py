@@ -261,11 +261,10 @@ def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
 def _chips_refusal(asked: str, host: TpuHost) -> str:
     if host.chips:
         return ""
-    text = (
-        f" ({count_noun(host.chips_on_bus, 'chip')} on the PCI bus, whose device files are missing)"
-        if host.chips_on_bus
-        else ""
-    )
+    text = ""
+    if host.chips_on_bus:
+        chips = count_noun(host.chips_on_bus, "chip")
+        text = f" ({chips} on the PCI bus, whose device files are missing)"
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
         f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
