@@ -304,21 +304,17 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     from nbaccel.notebook.magic_line import setting_options
 
     parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
-    taken_flags = {
+    taken = {
         flag
         for parameter in parameters
         for info in getattr(parameter.annotation, "__metadata__", ())
         for flag in getattr(info, "param_decls", None) or ()
     }
-    further_parameters = [_setting_parameter(option) for option in setting_options()]
-    taken_flags |= set(setting_flags())
-    further_parameters += [
-        _peer_parameter(option, taken_flags)
-        for option in PEER_OPTIONS
-        if option.flag not in taken_flags
-    ]
+    taken |= set(setting_flags())
     # Keyword-only, so that the parser's order of arguments is that of the function alone.
-    return inspect.Signature([*parameters, *further_parameters])
+    parameters += [_setting_parameter(option) for option in setting_options()]
+    parameters += [_peer_parameter(one, taken) for one in PEER_OPTIONS if one.flag not in taken]
+    return inspect.Signature(parameters)
 
 
 @cache

@@ -98,11 +98,8 @@ class NodeActor:
         )
         interface = next((name for name, own_address in entries if own_address == address), "")
         # Workers meet over the network of this cluster, unless told otherwise.
-        interfaces = {
-            name: interface
-            for name in topology.INTERFACE_VARIABLES
-            if interface and not env.read(name)
-        }
+        names = topology.INTERFACE_VARIABLES if interface else ()
+        interfaces = {name: interface for name in names if not env.read(name)}
         variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
         if OWN_PATH in sys.path:
             sys.path.remove(OWN_PATH)

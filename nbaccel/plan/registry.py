@@ -56,9 +56,7 @@ def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
     """Whether this machine has one of them; two listings of folders where it has none."""
     return (
         any(env.read(name) for name in signs.variables)
-        or any(
-            package in sys.modules or PathFinder.find_spec(package) for package in signs.packages
-        )
+        or any(name in sys.modules or PathFinder.find_spec(name) for name in signs.packages)
         or any(any(root.glob(pattern)) for pattern in signs.files)
         or (bool(signs.pci_vendor) and signs.pci_vendor in _vendors_on_bus(root))
     )

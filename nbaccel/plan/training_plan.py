@@ -278,13 +278,9 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
             raise ConfigError(problem)
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
-    row = next(
-        row
-        for row in rows.STRATEGIES
-        if row.is_default
-        and row.processes == word
-        and rows.strategy_fits(row, rows.device_row(found.device))
-    )
+    device = rows.device_row(found.device)
+    defaults = (row for row in rows.STRATEGIES if row.is_default and row.processes == word)
+    row = next(row for row in defaults if rows.strategy_fits(row, device))
     return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
 
