@@ -145,8 +145,7 @@ class Dashboard:
             self._place.show(summary)
             if run := _RUNS.get(self._place.display_id):
                 run.summary = summary
-            folded_html = summary_html(board, facts, folds_chart=True)
-            folded = {"text/plain": line, "text/html": folded_html}
+            folded = {**summary, "text/html": summary_html(board, facts, folds_chart=True)}
             # Earlier runs of this cell are folded: the charts of a loop of launches fill screens.
             request_id = publish.request_header("msg_id")
             of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
