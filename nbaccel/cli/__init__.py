@@ -37,8 +37,7 @@ _WIDTH_CHARS = 100
 def terminal_console() -> TerminalConsole:
     """Where tables are printed: as wide as the terminal, or as a page of text."""
     # A pipe has no width; a file is read by people, too.
-    width = None if sys.stdout.isatty() else _WIDTH_CHARS
-    return TerminalConsole(width=width, highlight=False)
+    return TerminalConsole(width=None if sys.stdout.isatty() else _WIDTH_CHARS, highlight=False)
 
 
 def plain_table(title: str, *columns: str) -> Table:
@@ -70,10 +69,9 @@ Their modules import nothing heavy: `nbaccel --help` answers without torch and p
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     command = as_people_read_it(get_command(build_app()))
-    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # `standalone_mode` prints usage errors itself, and raises SystemExit for them.
-        command.main(args=given, prog_name="nbaccel", standalone_mode=True)
+        command.main(args=arguments, prog_name="nbaccel", standalone_mode=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         # Typer ends so after an interrupt, without a word.
@@ -83,10 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except errors.NbaccelError as error:
         for line in f"nbaccel: {error}".splitlines():
-            filled = textwrap.fill(
-                line, _WIDTH_CHARS, break_long_words=False, break_on_hyphens=False
-            )
-            print(filled, file=sys.stderr)
+            text = textwrap.fill(line, _WIDTH_CHARS, break_long_words=False, break_on_hyphens=False)
+            print(text, file=sys.stderr)
         correctable = (errors.UserMistake, errors.MissingBackend, errors.PlatformUnsupported)
         return _MISTAKE if isinstance(error, correctable) else _FAILED
     except KeyboardInterrupt:

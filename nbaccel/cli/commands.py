@@ -144,19 +144,13 @@ def _files(
     target: str, config: RunConfig, script_path: Path, script_text: str
 ) -> tuple[list[ExportedFile], str]:
     """The files to write, the script first, and the command that starts it."""
-    from nbaccel.cli.script_commands import (
-        COMMANDS,
-        JOBS,
-        ExportedFile,
-        command_line,
-        companion_files,
-    )
+    from nbaccel.cli import script_commands
 
-    script_file = ExportedFile(name=script_path.name, text=script_text)
-    if target in COMMANDS:
-        command = command_line(target, config, script_path.name)
-        return [script_file, *companion_files(target, config)], command
-    job = JOBS[target](config, script_path.stem)
+    script_file = script_commands.ExportedFile(name=script_path.name, text=script_text)
+    if target in script_commands.COMMANDS:
+        command = script_commands.command_line(target, config, script_path.name)
+        return [script_file, *script_commands.companion_files(target, config)], command
+    job = script_commands.JOBS[target](config, script_path.stem)
     return [script_file, job], job.submit
 
 
@@ -287,8 +281,7 @@ def _estimate(
     given = {name: value for name, value in locals().items() if name != "context"}
     from nbaccel.cli.memory_tables import print_estimate
 
-    words = [*dtypes.replace(",", " ").split(), *context.args]
-    print_estimate(**{**given, "dtypes": words})
+    print_estimate(**{**given, "dtypes": [*dtypes.replace(",", " ").split(), *context.args]})
 
 
 _MERGE_HELP = (
@@ -324,12 +317,9 @@ def _merge(
         safe_serialization=not unsafe_serialization,
         remove_checkpoint_dir=remove_checkpoint_dir,
     )
-    file_name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"
-    merged_path = Path(output_dir, file_name)
-    print(
-        f"{format_bytes(merged_path.stat().st_size)} in {merged_path}: "
-        f"{format_seconds(time.monotonic() - start_time)}"
-    )
+    merged = Path(output_dir, "pytorch_model.bin" if unsafe_serialization else "model.safetensors")
+    took = format_seconds(time.monotonic() - start_time)
+    print(f"{format_bytes(merged.stat().st_size)} in {merged}: {took}")
     if remove_checkpoint_dir:
         print("The shards have been deleted.")
 
@@ -408,7 +398,6 @@ def _show_env(
 
     inventory = inspect_machine()
     total_text = format_bytes(inventory.host_total_bytes)
-    shm_text = format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none"
     facts: Facts = {
         "nbaccel": {
             "version": __version__,
@@ -423,7 +412,7 @@ def _show_env(
             "CPU cores": inventory.cpu_cores,
             "CPU": platform.processor() or platform.machine(),
             "memory": f"{total_text}, {format_bytes(inventory.host_available_bytes)} available",
-            "shared memory": shm_text,
+            "shared memory": format_bytes(inventory.shm_bytes) if inventory.shm_bytes else "none",
             "fork": inventory.fork_supported,
             "memfd": inventory.memfd_supported,
         },
@@ -431,15 +420,12 @@ def _show_env(
         "variables": shown_variables(env.snapshot()),
         "configuration file": _config_facts(config_file),
     }
-    print(json.dumps(facts, indent=2) if as_json else _report_text(facts))
-
-
-def _report_text(facts: Facts) -> str:
-    lines: list[str] = []
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
     for section, values in facts.items():
-        lines.append(f"## {section}")
-        lines += [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
-    return "\n".join(lines)
+        lines = [f"- {name}: {_line_of(value)}" for name, value in values.items()] or ["- none"]
+        print("\n".join([f"## {section}", *lines]))
 
 
 def _line_of(value: Any) -> str:
@@ -467,9 +453,8 @@ def _device_facts(inventory: Inventory) -> dict[str, Any]:
         facts["TPU"] = {
             name: value for name, value in asdict(inventory.tpu).items() if value not in ("", 0, ())
         }
-    for number, problem in enumerate(inventory.problems):
-        facts[f"problem {number}"] = problem
-    return facts
+    problems = enumerate(inventory.problems)
+    return facts | {f"problem {number}": problem for number, problem in problems}
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -490,17 +475,12 @@ def _config_facts(config_file: str | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         is_missing = isinstance(error, FileNotFoundError)
         return {"path": str(path), "content": "not there" if is_missing else str(error)}
-    return {"path": str(path), "content": _without_secrets(text)}
-
-
-def _without_secrets(file_text: str) -> str:
-    """Lines of a file; what stands behind a name that speaks of a secret is left out."""
     lines = []
-    for line in file_text.splitlines():
+    for line in text.splitlines():
         name, separator, _ = line.partition(":")
         is_secret = separator and _SECRET_NAME.search(name)
         lines.append(f"{name}: {_HIDDEN_VALUE}" if is_secret else _SECRET_IN_URL.sub("...", line))
-    return "\n".join(lines)
+    return {"path": str(path), "content": "\n".join(lines)}
 
 
 def add_others(app: typer.Typer) -> None:

@@ -101,12 +101,9 @@ def _default(
 
 
 def _update(config_file: _FileOption = None, overwrite: _OverwriteOption = False) -> None:
-    from nbaccel.config import load_config_file
-
     path = _existing_file(config_file)
-    loaded = load_config_file(path)
     console = _console()
-    _show_mapped(console, loaded)
+    loaded = _load_and_show_mapped(console, path)
     # Accelerate could not read the file any more, so that its owner is asked.
     _save(console, loaded.config, path, overwrite=overwrite or not loaded.is_accelerate)
 
@@ -119,7 +116,7 @@ def _import(
     config_file: _FileOption = None,
     overwrite: _OverwriteOption = False,
 ) -> None:
-    from nbaccel.config.config_files import accelerate_path, load_config_file
+    from nbaccel.config.config_files import accelerate_path
 
     if source is None and not accelerate_path().is_file():
         raise ConfigError(
@@ -127,17 +124,13 @@ def _import(
             "over. Give the path of one."
         )
     console = _console()
-    loaded = load_config_file(source or accelerate_path())
-    _show_mapped(console, loaded)
+    loaded = _load_and_show_mapped(console, source or accelerate_path())
     _save(console, loaded.config, _file_path(config_file), overwrite=overwrite)
 
 
 def _show(config_file: _FileOption = None) -> None:
-    from nbaccel.config import load_config_file
-
     console = _console()
-    loaded = load_config_file(_existing_file(config_file))
-    _show_mapped(console, loaded)
+    loaded = _load_and_show_mapped(console, _existing_file(config_file))
     console.print(f"[bold]{loaded.path}[/bold]", soft_wrap=True)
     _show_yaml(console, loaded.config.to_yaml())
 
@@ -165,6 +158,9 @@ def _existing_file(config_file: Path | None) -> Path:
 
 
 def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -> None:
+    from rich.prompt import Confirm
+    from rich.syntax import Syntax
+
     from nbaccel.config.config_files import config_text, write_config_file
 
     new_text = config_text(config)
@@ -172,31 +168,26 @@ def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -
     if old_text == new_text:
         console.print(f"{path} says this already; nothing was changed.", soft_wrap=True)
         return
-    is_asked = old_text is not None and not overwrite
-    if is_asked and not _is_confirmed(console, path, old_text or "", new_text):
-        console.print("Nothing was written.")
-        raise typer.Exit(1)
+    if old_text is not None and not overwrite:
+        lines, new_lines = old_text.splitlines(), new_text.splitlines()
+        changes = "\n".join(
+            difflib.unified_diff(lines, new_lines, "as it is", "as it would be", lineterm="")
+        )
+        console.print(f"[yellow]{path} is there already. It would change:[/yellow]", soft_wrap=True)
+        console.print(Syntax(changes, "diff", theme="ansi_dark", background_color="default"))
+        try:
+            is_confirmed = Confirm.ask("Replace it?", console=console, default=False)
+        except EOFError as error:
+            raise ConfigError(
+                f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
+                "--overwrite, or another --config_file."
+            ) from error
+        if not is_confirmed:
+            console.print("Nothing was written.")
+            raise typer.Exit(1)
     write_config_file(config, path)
     _show_yaml(console, config.to_yaml())
     console.print(f"[green]Written to {path}.[/green]", soft_wrap=True)
-
-
-def _is_confirmed(console: Console, path: Path, old_text: str, new_text: str) -> bool:
-    from rich.prompt import Confirm
-    from rich.syntax import Syntax
-
-    changes = difflib.unified_diff(
-        old_text.splitlines(), new_text.splitlines(), "as it is", "as it would be", lineterm=""
-    )
-    console.print(f"[yellow]{path} is there already. It would change:[/yellow]", soft_wrap=True)
-    console.print(Syntax("\n".join(changes), "diff", theme="ansi_dark", background_color="default"))
-    try:
-        return Confirm.ask("Replace it?", console=console, default=False)
-    except EOFError as error:
-        raise ConfigError(
-            f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
-            "--overwrite, or another --config_file."
-        ) from error
 
 
 def _console() -> Console:
@@ -210,9 +201,13 @@ def _show_yaml(console: Console, yaml_text: str) -> None:
     console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
 
 
-def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
+def _load_and_show_mapped(console: Console, path: Path) -> LoadedConfig:
+    """Read a file; of one of Accelerate's, tell what became of each key."""
+    from nbaccel.config import load_config_file
+
+    loaded = load_config_file(path)
     if not loaded.is_accelerate:
-        return
+        return loaded
     table = Table(title=f"{loaded.path}: what was mapped", title_justify="left")
     for title in ("Accelerate's key", "value", "what it became"):
         table.add_column(title, overflow="fold")
@@ -224,3 +219,4 @@ def _show_mapped(console: Console, loaded: LoadedConfig) -> None:
     num_empty = sum(key.outcome == "empty" for key in loaded.mapped_keys)
     if num_empty:
         console.print(f"[dim]Empty, and left out: {num_empty} more.[/dim]")
+    return loaded

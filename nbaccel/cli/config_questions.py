@@ -158,8 +158,7 @@ class _Questions:
         if choices:
             shown = "  ".join(f"[cyan]{n}[/cyan] {word}" for n, word in enumerate(choices))
             self._console.print(f"[dim]  {shown.replace('*', '')}[/dim]")
-        read = partial(self.read, place, choices=choices)
-        prompt = _Prompt(text, read, console=self._console)
+        prompt = _Prompt(text, partial(self.read, place, choices=choices), console=self._console)
         answer = prompt(default=default.rstrip("*") or ...)
         # An empty line gives the default as it stands, unread.
         is_unread = isinstance(answer, str) and answer == default.rstrip("*")

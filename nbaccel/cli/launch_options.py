@@ -15,7 +15,7 @@ import typer
 from typer.main import get_command
 
 from nbaccel.base import env
-from nbaccel.base.public_names import MEGATRON_LM, MIXED_PARALLELISMS, LaterPart
+from nbaccel.base.public_names import MEGATRON_LM, MIXED_PARALLELISMS
 from nbaccel.cli import as_people_read_it
 
 if TYPE_CHECKING:
@@ -51,16 +51,14 @@ class PeerOption:
     @property
     def meaning(self) -> str:
         """What it does here, in one line."""
-        if self.effect == "setting":
-            value = f" {self.constant}" if self.constant else ""
-            return f"--{self.target.replace('_', '-')}{value}"
-        if self.effect == "variable":
-            return f"environment variable {self.target}"
-        if self.effect == "fp8-setting":
-            return f"{self.target} of --fp8"
-        if self.effect == "none":
-            return f"no effect: {self.reason}"
-        return f"refused: {self.reason}" if self.effect == "refused" else self.reason
+        return {
+            "setting": f"--{self.target.replace('_', '-')} {self.constant}".rstrip(),
+            "variable": f"environment variable {self.target}",
+            "fp8-setting": f"{self.target} of --fp8",
+            "computed": self.reason,
+            "none": f"no effect: {self.reason}",
+            "refused": f"refused: {self.reason}",
+        }[self.effect]
 
 
 # A heading has the command, the effect, and the strategy that it needs; below it stand flags, with
@@ -193,16 +191,12 @@ _FAMILIES = {
 }
 
 
-def _not_supported(part: LaterPart) -> str:
-    return f"{part.what} is not supported. {part.instead}"
-
-
 _REASONS = {
     "pods": "TPU pods are not started from here. Run nbaccel launch on each host of the pod",
     "launcher": "hosts of a hostfile are reached as deepspeed does by default, by pdsh and ssh",
     "sagemaker": "Amazon SageMaker is not supported. Run nbaccel launch in the job's own container",
-    "megatron": _not_supported(MEGATRON_LM),
-    "parallelisms": _not_supported(MIXED_PARALLELISMS),
+    "megatron": f"{MEGATRON_LM.what} is not supported. {MEGATRON_LM.instead}",
+    "parallelisms": f"{MIXED_PARALLELISMS.what} is not supported. {MIXED_PARALLELISMS.instead}",
     "local_rank": "every worker sees all devices of its machine. Leave it out; LOCAL_RANK is the "
     "number of the worker's device",
     "autotuning": "DeepSpeed's autotuner starts jobs by its own command. Run deepspeed "
@@ -310,21 +304,17 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     from nbaccel.notebook.magic_line import setting_options
 
     parameters = list(inspect.signature(own_function, eval_str=True).parameters.values())[:-1]
-    taken_flags = {
+    taken = {
         flag
         for parameter in parameters
         for info in getattr(parameter.annotation, "__metadata__", ())
         for flag in getattr(info, "param_decls", None) or ()
     }
-    further_parameters = [_setting_parameter(option) for option in setting_options()]
-    taken_flags |= set(setting_flags())
-    further_parameters += [
-        _peer_parameter(option, taken_flags)
-        for option in PEER_OPTIONS
-        if option.flag not in taken_flags
-    ]
+    taken |= set(setting_flags())
     # Keyword-only, so that the parser's order of arguments is that of the function alone.
-    return inspect.Signature([*parameters, *further_parameters])
+    parameters += [_setting_parameter(option) for option in setting_options()]
+    parameters += [_peer_parameter(one, taken) for one in PEER_OPTIONS if one.flag not in taken]
+    return inspect.Signature(parameters)
 
 
 @cache
@@ -380,8 +370,6 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
     )
 
 
-def _keyword(name: str, kind: Any, option_info: Any) -> inspect.Parameter:
+def _keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
     how = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(
-        name, how, default=None, annotation=Annotated[kind | None, option_info]
-    )
+    return inspect.Parameter(name, how, default=None, annotation=Annotated[kind | None, option])

@@ -201,12 +201,10 @@ class _OptionReader:
                     self._put("num_processes", inspect_machine().cpu_cores, flag)
             elif count_text not in ("auto", "-1", "none"):
                 self._put("num_processes", count_text, flag)
-        if (total := given.get("num_processes")) is not None:
-            self._put_total(str(total))
-
-    def _put_total(self, total_text: str) -> None:
-        """Accelerate counts the processes of all machines; a `RunConfig` those of one."""
-        flag = "--num-processes"
+        if (total := given.get("num_processes")) is None:
+            return
+        # Accelerate counts the processes of all machines; a `RunConfig` those of one.
+        total_text, flag = str(total), "--num-processes"
         node_count = str(self.settings.get("num_nodes", self.file.config.num_nodes))
         if not (total_text.isdecimal() and node_count.isdecimal()) or int(node_count) < 2:
             is_open = total_text.strip().lower() == "none"
@@ -371,22 +369,18 @@ class _OptionReader:
             self.mistakes += error.mistakes
         if self.mistakes:
             raise ConfigError(*dict.fromkeys(self.mistakes))
-        sources = self._sources(config)
-        return LaunchRequest(
-            config=config, sources=sources, variables=self.variables, notes=tuple(self.notes)
-        )
-
-    def _sources(self, launch_config: RunConfig) -> dict[str, str]:
         sources = {name: self.flags[name] for name in self.variables}
         for name, model_field in RunConfig.model_fields.items():
             if name in self.flags:
                 sources[name] = self.flags[name]
             elif getattr(self.file.config, name) != model_field.default:
                 sources[name] = self.file.name
-            elif getattr(launch_config, name) != model_field.default:
+            elif getattr(config, name) != model_field.default:
                 # A DeepSpeed configuration decides stage, precision and accumulation.
                 sources[name] = self.flags.get("deepspeed", "DeepSpeed configuration")
-        return sources
+        return LaunchRequest(
+            config=config, sources=sources, variables=self.variables, notes=tuple(self.notes)
+        )
 
 
 def _setting_value(setting_name: str, option_value: Any) -> Any:
@@ -427,8 +421,7 @@ def _shown_text(
         return _EVERY_STREAM & ~hidden
 
     default_streams = 0 if shown_ranks else streams(None)
-    named_ranks = {rank for rank in (*redirects, *tees) if rank is not None}
-    ranks = sorted(shown_ranks or named_ranks)
+    ranks = sorted(shown_ranks or {rank for rank in (*redirects, *tees) if rank is not None})
     if default_streams == _EVERY_STREAM and not ranks:
         return None
     pairs = [f"{rank}:{streams(rank)}" for rank in ranks if streams(rank) != default_streams]

@@ -137,9 +137,8 @@ def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
     # Under --cpu it starts one process; so workers on the CPU are asked for by a variable.
     several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
     deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
-    count_words = [f"--num_processes {num_processes}"]
-    node_words = _node_words("accelerate", config, place)
-    return ["accelerate launch", *several, *deepspeed, *count_words, *node_words]
+    words = ["accelerate launch", *several, *deepspeed, f"--num_processes {num_processes}"]
+    return [*words, *_node_words("accelerate", config, place)]
 
 
 def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
@@ -184,8 +183,7 @@ class _Template(string.Template):
 
 def _filled(template_name: str, **values: object) -> str:
     folder = importlib.resources.files("nbaccel.cli") / "job_templates"
-    template_text = folder.joinpath(template_name).read_text(encoding="utf-8")
-    return _Template(template_text).substitute(values)
+    return _Template(folder.joinpath(template_name).read_text(encoding="utf-8")).substitute(values)
 
 
 def _has_accelerators(config: RunConfig) -> bool:

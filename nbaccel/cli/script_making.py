@@ -59,8 +59,16 @@ class Statement:
 
 def read_notebook(notebook_path: Path) -> list[NotebookCell]:
     """Read the code of a notebook file; cells that are to be left out are."""
+    try:
+        notebook = json.loads(notebook_path.read_text(encoding="utf-8"))
+        code_cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
+            "export. Give the path of a saved .ipynb file (format 4)."
+        ) from error
     cells = []
-    for number, cell in enumerate(_code_cells(notebook_path), 1):
+    for number, cell in enumerate(code_cells, 1):
         tags = frozenset(cell.get("metadata", {}).get("tags", ()))
         code, num_magics = _without_magics("".join(cell["source"]))
         cells.append(NotebookCell(number=number, code=code, tags=tags, num_magics=num_magics))
@@ -69,17 +77,6 @@ def read_notebook(notebook_path: Path) -> list[NotebookCell]:
     if mistakes:
         raise ConfigError(*mistakes)
     return kept_cells
-
-
-def _code_cells(notebook_path: Path) -> list[dict[str, Any]]:
-    try:
-        notebook = json.loads(notebook_path.read_text(encoding="utf-8"))
-        return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{str(notebook_path)!r} cannot be read as a notebook: {error!r}. There is nothing to "
-            "export. Give the path of a saved .ipynb file (format 4)."
-        ) from error
 
 
 def _without_magics(source: str) -> tuple[str, int]:
@@ -259,10 +256,10 @@ def _read_launch(call: ast.Call, statement: Statement, configs: Mapping[str, Any
             unread_names.append(name)
     if ast.unparse(call.func).endswith("debug_launcher"):
         settings = {"num_processes": 2, "device": "cpu", **settings}
-    arg_nodes = args_node.elts if isinstance(args_node, (ast.Tuple, ast.List)) else []
-    arg_texts = tuple(ast.unparse(node) for node in arg_nodes)
-    if args_node is not None and not isinstance(args_node, (ast.Tuple, ast.List)):
-        arg_texts = (f"*{ast.unparse(args_node)}",)
+    if isinstance(args_node, (ast.Tuple, ast.List)):
+        arg_texts = tuple(ast.unparse(node) for node in args_node.elts)
+    else:
+        arg_texts = () if args_node is None else (f"*{ast.unparse(args_node)}",)
     return LaunchCall(
         function="" if function_node is None else ast.unparse(function_node),
         args=arg_texts,
@@ -281,11 +278,7 @@ def _literal(node: ast.expr, found_configs: Mapping[str, Any]) -> Any:
         return found_configs.get(node.id, _UNKNOWN)
     if isinstance(node, ast.Call):
         config_class = _CONFIG_CLASSES.get(ast.unparse(node.func).rpartition(".")[2])
-        values = {
-            keyword.arg: _literal(keyword.value, found_configs)
-            for keyword in node.keywords
-            if keyword.arg
-        }
+        values = {one.arg: _literal(one.value, found_configs) for one in node.keywords if one.arg}
         if config_class is None or node.args or _UNKNOWN in values.values():
             return _UNKNOWN
         return config_class(**values)

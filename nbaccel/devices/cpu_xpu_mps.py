@@ -70,10 +70,8 @@ class XpuDevice(Device):
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         # Render nodes, one per GPU: `card*` has entries for connectors, too.
         vendor_files = sorted(_CARDS.glob("render*/device/vendor")) if _CARDS.is_dir() else []
-        intel_files = [
-            file for file in vendor_files if file.read_text(encoding="ascii").strip() == _VENDOR
-        ]
-        gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(len(intel_files)))
+        num_gpus = sum(file.read_text(encoding="ascii").strip() == _VENDOR for file in vendor_files)
+        gpus = (Gpu(index=i, name="Intel GPU", kind=self.name) for i in range(num_gpus))
         return {"accelerators": tuple(gpus)}
 
     def hazards(self) -> tuple[str, ...]:

@@ -45,7 +45,16 @@ class CudaDevice(Device):
 
     def detect(self, environ: Mapping[str, str]) -> dict[str, Any]:
         setting = environ.get("CUDA_VISIBLE_DEVICES")
-        gpus, note = find_gpus(setting)
+        cards, note = find_cards()
+        if cards or not is_worth_it():
+            gpus = visible_gpus(cards, setting)
+        else:
+            gpus, note = probe_gpus()
+        if cards and not gpus:
+            names = count_noun(len(cards), "GPU")
+            note = f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {names}"
+            if setting is None:
+                note = f"{names} in MIG mode without a MIG device"
         # CUDA counts the fastest first, unless it is told to count as NVML does.
         is_same_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         is_mixed = len({gpu.compute_capability for gpu in gpus}) > 1
@@ -87,16 +96,12 @@ class CudaDevice(Device):
         # A torch that is still being imported has no `cuda` yet.
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and cuda.is_initialized():
-            return (
-                "torch has a CUDA context in this process: in a forked worker the first CUDA "
-                "call would fail",
-            )
-        if driver_in_use():
-            return (
-                "a library other than torch uses the CUDA driver in this process: in a forked "
-                "worker the first CUDA call would fail",
-            )
-        return ()
+            what = "torch has a CUDA context"
+        elif driver_in_use():
+            what = "a library other than torch uses the CUDA driver"
+        else:
+            return ()
+        return (f"{what} in this process: in a forked worker the first CUDA call would fail",)
 
     def driver_meter(self) -> Meter | None:
         try:
@@ -126,8 +131,7 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
     return False
 
 
-DEVICE_NODES = ("nvidia0", "dxg", "kfd")
-"""Of NVIDIA's driver, of WSL, of AMD's driver."""
+DEVICE_NODES = ("nvidia0", "dxg", "kfd")  # of NVIDIA's driver, of WSL, of AMD's driver
 
 _TIMEOUT_S = 60
 _SCRIPT = """
@@ -196,10 +200,12 @@ def visible_gpus(cards: Sequence[Card], setting: str | None) -> tuple[Gpu, ...]:
     if setting is None:
         # CUDA prefers whole GPUs, and shows a process one MIG device at most.
         whole_gpus = [card.gpu for card in cards if not card.partitioned]
-        return _renumber_gpus(whole_gpus or [device for card in cards for device in card.parts][:1])
-    if setting.startswith(("GPU-", "MIG-")):
-        return _renumber_gpus(_gpus_by_uuid(cards, setting))
-    return _renumber_gpus(_gpus_by_number(cards, setting))
+        gpus = whole_gpus or [device for card in cards for device in card.parts][:1]
+    elif setting.startswith(("GPU-", "MIG-")):
+        gpus = _gpus_by_uuid(cards, setting)
+    else:
+        gpus = _gpus_by_number(cards, setting)
+    return tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
 
 
 def find_cards() -> tuple[tuple[Card, ...], str]:
@@ -300,10 +306,6 @@ def _gpus_by_uuid(cards: Sequence[Card], setting: str) -> list[Gpu]:
     return gpus[:1] if names_parts else gpus
 
 
-def _renumber_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    return tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus))
-
-
 def _read_cards(nvml: ModuleType) -> Iterator[Card]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -347,17 +349,3 @@ def _ask_driver(nvml: ModuleType, answer: Any, function: Callable[..., Any], *ar
 def _decode_text(any_text: str | bytes) -> str:
     # Older bindings give bytes.
     return any_text.decode() if isinstance(any_text, bytes) else any_text
-
-
-def find_gpus(setting: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs that CUDA shows to a process."""
-    cards, note = find_cards()
-    if not cards and is_worth_it():
-        return probe_gpus()
-    gpus = visible_gpus(cards, setting)
-    if cards and not gpus:
-        names = count_noun(len(cards), "GPU")
-        note = f"CUDA_VISIBLE_DEVICES={setting!r} shows none of {names}"
-        if setting is None:
-            note = f"{names} in MIG mode without a MIG device"
-    return gpus, note

@@ -58,9 +58,8 @@ class HostSession:
             self._on_end.callback(self._kill_actors)
             self._on_end.callback(self._starter.leave)
             actors = self._crew.actors
-            runs_cells = "IPython" in sys.modules
             joining = {
-                name: actor.join.remote(plan.device, runs_cells=runs_cells)
+                name: actor.join.remote(plan.device, runs_cells="IPython" in sys.modules)
                 for name, actor in actors.items()
             }
             facts = self._await_answers(joining)
@@ -209,11 +208,8 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
 
 def _plan_on(shares: Sequence[HostShare], config: RunConfig) -> Plan:
     """The plan with what the hosts have; what is warned of says of which host."""
-    num_workers = sum(share.num_workers for share in shares)
-    whole_config = config.changed(num_processes=num_workers)
-    plans = [
-        resolve(whole_config, share.inventory, num_local=share.num_workers) for share in shares
-    ]
+    whole = config.changed(num_processes=sum(share.num_workers for share in shares))
+    plans = [resolve(whole, share.inventory, num_local=share.num_workers) for share in shares]
     warnings = [
         f"host {share.name}: {warning}"
         for share, host_plan in zip(shares, plans, strict=True)
@@ -226,10 +222,7 @@ def _share_out(
     hosts: Sequence[Host], inventories: Mapping[str, Inventory], device: str, num_wanted: int | None
 ) -> tuple[HostShare, ...]:
     """How many workers each host gets: the first ones are filled first."""
-    num_units = {
-        name: len(registry.device(device).units(inventory))
-        for name, inventory in inventories.items()
-    }
+    num_units = {name: len(registry.device(device).units(one)) for name, one in inventories.items()}
     places = {host.name: host.slots or num_units[host.name] or 1 for host in hosts}
     if num_wanted is not None:
         # A host without slots and accelerators takes any number: they are shared out evenly.
@@ -238,24 +231,6 @@ def _share_out(
             for host in hosts
             if host.slots is None and not num_units[host.name]
         }
-    _check_places(hosts, places, num_units, num_wanted)
-    shares = []
-    workers_left = sum(places.values()) if num_wanted is None else num_wanted
-    for host in hosts:
-        num_workers = min(places[host.name], workers_left)
-        workers_left -= num_workers
-        if num_workers:
-            inventory = inventories[host.name]
-            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
-    return tuple(shares)
-
-
-def _check_places(
-    hosts: Sequence[Host],
-    places: Mapping[str, int],
-    num_units: Mapping[str, int],
-    num_wanted: int | None,
-) -> None:
     mistakes = [
         f"host {host.name} has slots={host.slots} and {count_noun(num_units[host.name], 'device')}"
         ": workers would share them. Write as many slots as it has devices."
@@ -271,3 +246,12 @@ def _check_places(
         )
     if mistakes:
         raise ConfigError(*mistakes)
+    shares = []
+    workers_left = num_places if num_wanted is None else num_wanted
+    for host in hosts:
+        num_workers = min(places[host.name], workers_left)
+        workers_left -= num_workers
+        if num_workers:
+            inventory = inventories[host.name]
+            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
+    return tuple(shares)

@@ -65,7 +65,17 @@ class HostfileEngine(Engine):
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        hosts = _filtered_hosts(_read_hostfile(Path(config.hostfile or "")), config)
+        file_hosts = _read_hostfile(Path(config.hostfile or ""))
+        num_slots = {host.name: host.slots or 0 for host in file_hosts}
+        left_slots = kept_slots(num_slots, include=config.include, exclude=config.exclude)
+        hosts = [
+            # Of a whole host nothing is said to its workers, as without a filter.
+            host
+            if len(left_slots[host.name]) == host.slots
+            else replace(host, slots=len(left_slots[host.name]), devices=left_slots[host.name])
+            for host in file_hosts
+            if host.name in left_slots
+        ]
         num_places = sum(host.slots or 0 for host in hosts)
         if config.num_processes is not None and config.num_processes > num_places:
             filters = {"include": config.include, "exclude": config.exclude}
@@ -91,20 +101,6 @@ def _ssh_command() -> list[str]:
     return shlex.split(env.read(_SSH_VARIABLE, "") or _SSH_COMMAND)
 
 
-def _filtered_hosts(hosts: Sequence[Host], config: RunConfig) -> list[Host]:
-    """The hosts that the settings leave, with as many slots as they leave of each."""
-    num_slots = {host.name: host.slots or 0 for host in hosts}
-    left_slots = kept_slots(num_slots, include=config.include, exclude=config.exclude)
-    return [
-        # Of a whole host nothing is said to its workers, as without a filter.
-        host
-        if len(left_slots[host.name]) == host.slots
-        else replace(host, slots=len(left_slots[host.name]), devices=left_slots[host.name])
-        for host in hosts
-        if host.name in left_slots
-    ]
-
-
 def _read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file."""
     try:
@@ -116,7 +112,10 @@ def _read_hostfile(path: Path) -> list[Host]:
         ) from error
     hosts: dict[str, Host] = {}
     mistakes = []
-    own_names = _own_names()
+    # Names and addresses of this machine.
+    entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
+    addresses = (entry.address.partition("%")[0] for entry in entries)
+    own_names = {"localhost", socket.gethostname(), *addresses}
     for line_number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -149,21 +148,12 @@ def _read_hostfile(path: Path) -> list[Host]:
     return list(hosts.values())
 
 
-def _own_names() -> frozenset[str]:
-    """Names and addresses of this machine."""
-    entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
-    addresses = (entry.address.partition("%")[0] for entry in entries)
-    return frozenset({"localhost", socket.gethostname(), *addresses})
-
-
 _JOB_VARIABLE = "SLURM_JOB_ID"
 _NODES_VARIABLE = "SLURM_JOB_NODELIST"
 _TASKS_VARIABLE = "SLURM_TASKS_PER_NODE"
 _SCONTROL_S = 20.0
 # Of the notebook's own step.
-_STEP_VARIABLES = re.compile(
-    r"SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
-)
+_STEP_VARIABLES = re.compile(r"SLURM_(STEP|PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)")
 
 
 class SlurmEngine(Engine):
@@ -192,7 +182,19 @@ class SlurmEngine(Engine):
         return own_cluster.unready_reason(self.name)
 
     def hosts(self, config: RunConfig) -> Sequence[Host]:
-        names = _allocated_names(env.read(_NODES_VARIABLE, "") or "")
+        node_list = env.read(_NODES_VARIABLE, "") or ""
+        command = ["scontrol", "show", "hostnames", node_list]
+        try:
+            answer = subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=_SCONTROL_S
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise ConfigError(
+                f"{_NODES_VARIABLE}={node_list!r} cannot be read by `{' '.join(command)}`: "
+                f"{error}. The nodes of the allocation are not known. Look whether scontrol works "
+                "in a terminal."
+            ) from error
+        names = answer.stdout.split()
         # It stands for numbers in a row: `4(x2),2`.
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.read(_TASKS_VARIABLE, "") or "")
         slots = [int(count) for count, times in groups for _ in range(int(times or 1))]
@@ -237,18 +239,3 @@ def job_number() -> int:
 def own_step_variables() -> list[str]:
     """Variables of the step that this process is, which srun would take for options."""
     return [name for name in env.snapshot() if _STEP_VARIABLES.match(name)]
-
-
-def _allocated_names(node_list: str) -> list[str]:
-    """The nodes of an allocation."""
-    command = ["scontrol", "show", "hostnames", node_list]
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_SCONTROL_S
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"{_NODES_VARIABLE}={node_list!r} cannot be read by `{' '.join(command)}`: {error}. "
-            "The nodes of the allocation are not known. Look whether scontrol works in a terminal."
-        ) from error
-    return answer.stdout.split()

@@ -38,13 +38,9 @@ from nbaccel.base import env
 from nbaccel.base.atomic import LeftoverFolders
 from nbaccel.base.processes import ProcessUse, listen, process_use
 from nbaccel.hosts.ray_host import OWN_PATH
+from nbaccel.plan import topology
 from nbaccel.plan.inspecting import inspect_machine
-from nbaccel.plan.topology import (
-    INTERFACE_VARIABLES,
-    Topology,
-    remove_orphans,
-    remove_shared_memory,
-)
+from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.workers import template
 from nbaccel.workers.messaging import Ended
@@ -95,11 +91,15 @@ class NodeActor:
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        interface = _interface_of(address)
+        entries = (
+            (name, entry.address.partition("%")[0])
+            for name, own_addresses in psutil.net_if_addrs().items()
+            for entry in own_addresses
+        )
+        interface = next((name for name, own_address in entries if own_address == address), "")
         # Workers meet over the network of this cluster, unless told otherwise.
-        interfaces = {
-            name: interface for name in INTERFACE_VARIABLES if interface and not env.read(name)
-        }
+        names = topology.INTERFACE_VARIABLES if interface else ()
+        interfaces = {name: interface for name in names if not env.read(name)}
         variables: dict[str, str | None] = {**dict.fromkeys(_RAYS_OWN_VARIABLES), **interfaces}
         if OWN_PATH in sys.path:
             sys.path.remove(OWN_PATH)
@@ -192,24 +192,20 @@ class NodeActor:
         self, files: list[FileContent], packet: Packet | None, forgotten: list[int], _after: None
     ) -> None:
         """Take what the notebook sends, after the call whose end it hands in."""
+        import ray
+
         try:
-            for file in files:
-                self._write_file(*file)
+            for number, kind, num_bytes, given in files:
+                if number not in self._files:
+                    self._files[number] = memfd.create_file(kind, num_bytes)
+                pieces = ray.get(given) if isinstance(given, ray.ObjectRef) else given
+                for first_byte, content in pieces:
+                    memfd.write_at(self._files[number], memoryview(content.data), first_byte)
             if packet is not None:
                 self._pass_on(*packet)
             memfd.close_all([self._files.pop(number) for number in forgotten])
         except Exception as error:  # nobody waits for this call: the notebook hears of it here
             self._outbox.put(("lose", (f"{type(error).__name__}: {error}",)))
-
-    def _write_file(self, number: int, kind: str, num_bytes: int, pieces: Any) -> None:
-        import ray
-
-        if number not in self._files:
-            self._files[number] = memfd.create_file(kind, num_bytes)
-        if isinstance(pieces, ray.ObjectRef):
-            pieces = ray.get(pieces)
-        for first_byte, content in pieces:
-            memfd.write_at(self._files[number], memoryview(content.data), first_byte)
 
     def _pass_on(
         self, number: int, content: bytes, attached: Sequence[int | None], place: Topology | None
@@ -225,8 +221,8 @@ class NodeActor:
 
     def _forget_shared_memory(self) -> None:
         """Remove what libraries leave in this node's shared memory for these workers."""
-        remove_shared_memory(self._places)
-        remove_orphans()
+        topology.remove_shared_memory(self._places)
+        topology.remove_orphans()
 
 
 def own_versions() -> dict[str, str]:
@@ -315,11 +311,3 @@ def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[
 def _unblock_interrupts() -> None:
     """Let what this thread starts be interrupted, which Ray's workers block."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _interface_of(own_address: str) -> str:
-    """The network interface with an address of this machine; empty if none has it."""
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
-            return interface
-    return ""

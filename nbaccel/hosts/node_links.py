@@ -77,8 +77,7 @@ class _RemoteWorker:
         self.pipes = {name: os.dup(getattr(ends, name)) for name in ("stdout", "stderr", "stack")}
         for pipe in self.pipes.values():
             os.set_blocking(pipe, False)
-        self.staging: dict[str, SharedFile] = {}
-        """By the key of the arena that it belongs to."""
+        self.staging: dict[str, SharedFile] = {}  # by the key of the arena that it belongs to
         self.leftovers: set[LeftoverFolders] = set()
         self.is_killed = False
 
@@ -151,8 +150,7 @@ class NodeLink:
         self._actor = actor
         self._starter = starter
         self._workers: dict[int, _RemoteWorker] = {}
-        self._sent: Any = None
-        """Ray's reference to the end of the last `take`."""
+        self._sent: Any = None  # Ray's reference to the end of the last `take`
         self._uses: dict[int, ProcessUse] = {}
         self._uses_answer: Any = None
         self._lock = threading.Lock()

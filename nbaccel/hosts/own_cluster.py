@@ -174,7 +174,14 @@ class _Cluster:
         self.on_end.callback(self._end_processes)
         with listen(address, None) as free:
             port = free.getsockname()[1]
-        self._order = {"head": f"{address}:{port}", "environment": _settings()}
+        # Variables of all processes of the cluster; those that the user has set are kept.
+        settings = {name: env.read(name) or value for name, value in _SETTINGS.items()}
+        users = {name: env.read(name) for name in (*_TOKEN_VARIABLES, *_TLS_VARIABLES)}
+        settings |= {name: value for name, value in users.items() if value}
+        if not any(name in settings for name in _TOKEN_VARIABLES):
+            settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        environment = {**settings, "RAY_AUTH_MODE": env.read("RAY_AUTH_MODE", "token")}
+        self._order = {"head": f"{address}:{port}", "environment": environment}
         self.start_node(_HEAD_NAME, host_command(), env.snapshot(), address, head_folder=folder)
 
     def connect(self) -> None:
@@ -296,16 +303,6 @@ class OwnCluster(NodeCrew):
         if self._cluster.num_users == 0:
             _clusters.clear()
             self._cluster.on_end.close()
-
-
-def _settings() -> dict[str, str | None]:
-    """Variables of all processes of the cluster; those that the user has set are kept."""
-    settings = {name: env.read(name) or value for name, value in _SETTINGS.items()}
-    users = {name: env.read(name) for name in (*_TOKEN_VARIABLES, *_TLS_VARIABLES)}
-    settings |= {name: value for name, value in users.items() if value}
-    if not any(name in settings for name in _TOKEN_VARIABLES):
-        settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    return {**settings, "RAY_AUTH_MODE": env.read("RAY_AUTH_MODE", "token")}
 
 
 @contextlib.contextmanager

@@ -80,8 +80,7 @@ class RayEngine(Engine):
         nodes = _living_nodes()
         self._resource = resource = _resource_of(config, nodes)
         counts = (1 if resource == "CPU" else _has(node, resource) for node in nodes.values())
-        num_workers = config.num_processes or sum(counts)
-        placed = _try_placement(num_workers, resource, nodes)
+        placed = _try_placement(config.num_processes or sum(counts), resource, nodes)
         own_id = str(ray.get_runtime_context().get_node_id())
         # The notebook's own node first: its ranks reach the notebook without a network.
         node_ids = sorted(placed, key=lambda node_id: (node_id != own_id, -placed[node_id]))
@@ -96,6 +95,8 @@ class RayEngine(Engine):
         ]
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
         node_ids = {name: node_id for node_id, name in _node_names(_living_nodes()).items()}
         missing = [host.name for host in hosts if host.name not in node_ids]
         if missing:
@@ -104,7 +105,13 @@ class RayEngine(Engine):
                 "the cell again."
             )
         bundles = [{self._resource: host.slots or 1, "CPU": host.slots or 1} for host in hosts]
-        group = _reserve(bundles, [node_ids[host.name] for host in hosts])
+        selectors = [{"ray.io/node-id": node_ids[host.name]} for host in hosts]
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        try:
+            _await_placement(group, str(bundles), _living_nodes())
+        except BaseException:  # an interrupt, too, must not leave it waiting
+            remove_placement_group(group)
+            raise
         return RayCrew(group, hosts, bundles)
 
 
@@ -182,19 +189,6 @@ def _try_placement(num_workers: int, resource: str, nodes: _Nodes) -> dict[str, 
         return Counter(placement_group_table(group)["bundles_to_node_id"].values())
     finally:
         remove_placement_group(group)
-
-
-def _reserve(bundles: Sequence[Mapping[str, int]], node_ids: Sequence[str]) -> Any:
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    selectors = [{"ray.io/node-id": node_id} for node_id in node_ids]
-    group = placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
-    try:
-        _await_placement(group, str(list(bundles)), _living_nodes())
-    except BaseException:  # an interrupt, too, must not leave it waiting
-        remove_placement_group(group)
-        raise
-    return group
 
 
 def _await_placement(group: Any, wanted: str, nodes: _Nodes) -> None:

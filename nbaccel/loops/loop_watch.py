@@ -26,10 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 from torch.utils.data import dataloader
 
 from nbaccel.base import env, spent_time, torch_private
@@ -160,8 +157,8 @@ class _Watch:
             self.replace(iterator, "__next__", _note_batch)
         self.replace(DistributedDataParallel, "__init__", _measure_exchange)
         self._step_hooks = [
-            register_optimizer_step_pre_hook(self._note_begin_of_step),
-            register_optimizer_step_post_hook(self._note_step),
+            optimizers.register_optimizer_step_pre_hook(self._note_begin_of_step),
+            optimizers.register_optimizer_step_post_hook(self._note_step),
         ]
 
     def remove_hooks(self) -> None:
@@ -210,7 +207,11 @@ _watch = _Watch()
 def begin(channel: MetricsChannel, hardware: Device, device: str, *, shows_bars: bool) -> None:
     """Let this worker report to the notebook from now on; steps are counted from here."""
     metrics_reporter.report_by(Reporter(channel, hardware, device, shows_bars=shows_bars))
-    _count_waits()
+    # All collectives that are called in Python, by torch or libraries, end in this method, at once
+    # or when their result is needed. On a GPU it returns when the wait is queued: what the GPU then
+    # waits is not seen.
+    if not hasattr(dist.Work.wait, "__wrapped__"):
+        dist.Work.wait = _hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
     _watch_loops()
 
 
@@ -258,14 +259,6 @@ def _patch_library(module: ModuleType) -> None:
         # A module may be imported when nothing is watched any more.
         if owner is not None and _watch.is_on:
             _watch.replace(owner, method, hook)
-
-
-def _count_waits() -> None:
-    """Count the time for which this process waits in collectives of torch and of libraries."""
-    # All that are called in Python end here, at once or when their result is needed. On a GPU it
-    # returns when the wait is queued: what the GPU then waits is not seen.
-    if not hasattr(dist.Work.wait, "__wrapped__"):
-        dist.Work.wait = _hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
 
 
 def _count_wait(plain: _Plain, *args: Any, **options: Any) -> Any:

@@ -175,8 +175,7 @@ class Reporter:
 
     def note_bar(self, tqdm_bar: Any, *, is_elsewhere: bool = False) -> None:
         """A bar of tqdm would draw itself now, or is drawn elsewhere."""
-        now = time.monotonic()
-        if self.bars.note(tqdm_bar, now, self.steps or 0, is_elsewhere=is_elsewhere):
+        if self.bars.note(tqdm_bar, time.monotonic(), self.steps or 0, is_elsewhere=is_elsewhere):
             self._next = 0.0
         self._tell()
 
@@ -488,16 +487,14 @@ class TrainingLoops:
         if done in self._open and self._open[-1] is not done:
             self._let_be_over_batches(done)
             return False
+        if had_loops and done.epochs is not None:
+            done.epochs.note_done(current_time, steps)
         if done.holds_loops and had_loops:
             done.uncounted += 1
-            if done.epochs is not None:
-                done.epochs.note_done(current_time, steps)
             return False
         if had_loops:
             # One with a validation now and then, or one over epochs of which some were skipped.
             done.holds_loops = True
-            if done.epochs is not None:
-                done.epochs.note_done(current_time, steps)
         elif done.holds_loops:
             self._let_be_over_batches(done)
         done.batches += 1
@@ -525,11 +522,7 @@ class TrainingLoops:
         """How far the epochs of the training are; None where it is not known how many there are."""
         if self._around is None:
             return None
-        if (
-            self._given_key is not None
-            and not self._around.done
-            and self._since_given > _MOST_LOOPS
-        ):
+        if self._given_key and not self._around.done and self._since_given > _MOST_LOOPS:
             return None  # no loop is like another one: none tells when an epoch is over
         return self._around.progress(current_time, steps)
 

@@ -168,19 +168,6 @@ class OutputItem(NamedTuple):
         return _DISPLAY_CHARS if self.handle is None else 0
 
 
-def rich_item(time: float, message: messaging.Display | messaging.ClearOutput) -> OutputItem:
-    """Rich output, or a request to clear the cell, as it waits among the lines."""
-    handle: str | None = _CLEARING
-    updates = False
-    if isinstance(message, messaging.Display):
-        display_id = (message.content.get("transient") or {}).get("display_id")
-        handle = None if display_id is None else str(display_id)
-        updates = bool(message.content.get("update"))
-    # IPython draws handles at random, so those of two ranks always differ.
-    key = message if handle is None else (handle == _CLEARING, updates)
-    return OutputItem(time, key, message=message, handle=handle, updates=updates)
-
-
 class LineMerger:
     """What all ranks have written and the notebook has not shown yet."""
 
@@ -221,8 +208,19 @@ class LineMerger:
         self._chars[rank] += num_chars
         self._lines[rank] += line_number
 
-    def add_rich(self, rank: int, item: OutputItem) -> None:
-        """Something a rank has displayed."""
+    def add_rich(
+        self, rank: int, arrival_time: float, message: messaging.Display | messaging.ClearOutput
+    ) -> None:
+        """Rich output of a rank, or its request to clear the cell: it waits among the lines."""
+        handle: str | None = _CLEARING
+        updates = False
+        if isinstance(message, messaging.Display):
+            display_id = (message.content.get("transient") or {}).get("display_id")
+            handle = None if display_id is None else str(display_id)
+            updates = bool(message.content.get("update"))
+        # IPython draws handles at random, so those of two ranks always differ.
+        key = message if handle is None else (handle == _CLEARING, updates)
+        item = OutputItem(arrival_time, key, message=message, handle=handle, updates=updates)
         self._queues[rank].append(item)
         self._count(rank, item, 1)
 
@@ -243,21 +241,17 @@ class LineMerger:
         queue.extendleft(reversed(kept_items))
         return dropped_lines
 
-    def ready(self, current_time: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
+    def ready(self, now: float, *, hold_s: float) -> Iterator[dict[int, OutputItem]]:
         """Take out what is due: each line or display, by the ranks that it is shown for."""
         while heads := [(queue[0].time, rank) for rank, queue in self._queues.items() if queue]:
             first_rank = min(heads)[1]
             item = self._queues[first_rank][0]
-            others = self._others(first_rank)
-            twins = self._twins(first_rank, others)
+            twins, held_up = self._twins(first_rank)
             # Lines of a rank never overtake each other, so nothing behind it may come out.
-            if (
-                item.time > current_time - hold_s
-                and self._folds(item)
-                and self._open.difference(twins)
-            ):
+            if item.time > now - hold_s and self._folds(item) and self._open.difference(twins):
                 return
-            taken = self._before(twins, item, others)
+            # What holds a missing twin up has to come out first.
+            taken = self._twins(held_up[0])[0] if held_up else twins
             yield {rank: self._take(rank, position) for rank, position in sorted(taken.items())}
 
     def _take(self, rank: int, position: int) -> OutputItem:
@@ -281,41 +275,29 @@ class LineMerger:
         """Whether it may be shown once for several ranks, and is worth waiting for them."""
         return self._folds_any and not item.updates
 
-    def _others(self, first_rank: int) -> list[int]:
-        """Ranks in whose queues the head of the first one's may have a twin."""
+    def _twins(self, first_rank: int) -> tuple[dict[int, int], list[int]]:
+        """Rank → where in its queue the head of the first one's has a twin that may come out.
+
+        Then the ranks that have one which may not, behind another line.
+        """
         item = self._queues[first_rank][0]
-        if not self._folds(item):
-            return []
-        return [
-            rank
-            for rank, texts in self._texts.items()
-            if rank != first_rank and (item.message is not None or item.key in texts)
-        ]
-
-    def _twins(self, first_rank: int, others: Iterable[int]) -> dict[int, int]:
-        """Rank → where in its queue the head of the first one's has a twin that may come out."""
-        item = self._queues[first_rank][0]
-        places = {first_rank: 0} | {rank: self._reach(rank, item) for rank in others}
-        return {rank: position for rank, position in places.items() if position is not None}
-
-    def _reach(self, rank: int, item: OutputItem) -> int | None:
-        """Lines of the other stream do not block it: the order between two pipes is not known."""
-        for position, other in enumerate(itertools.islice(self._queues[rank], _LOOK_AHEAD)):
-            if item.key == other.key:
-                return position
-            if other.stream in (None, item.stream) or item.stream is None:
-                return None
-        return None
-
-    def _before(
-        self, twins: dict[int, int], item: OutputItem, others: Iterable[int]
-    ) -> dict[int, int]:
-        """Whose heads have to come out first, if a missing twin is only held up behind one."""
-        for rank in others:
-            deeper_items = itertools.islice(self._queues[rank], 1, _LOOK_AHEAD)
-            if rank not in twins and any(item.key == one.key for one in deeper_items):
-                return self._twins(rank, self._others(rank))
-        return twins
+        twins = {first_rank: 0}
+        held_up = []
+        for rank, texts in self._texts.items() if self._folds(item) else ():
+            if rank == first_rank or (item.message is None and item.key not in texts):
+                continue
+            queue = self._queues[rank]
+            ahead = enumerate(itertools.islice(queue, _LOOK_AHEAD))
+            position = next((place for place, other in ahead if other.key == item.key), None)
+            if position is None:
+                continue
+            # Lines of the other stream do not block it: the order between two pipes is not known.
+            before = itertools.islice(queue, position)
+            if any(item.stream is None or other.stream in (None, item.stream) for other in before):
+                held_up.append(rank)
+            else:
+                twins[rank] = position
+        return twins, held_up
 
 
 WHOLE_CHARS = 10_000_000
@@ -453,7 +435,7 @@ class Console:
             if not self._sources[rank, stream].rewritten:
                 # An unfinished line (`print("...", end="")`) comes before the picture.
                 self._finish(rank, stream)
-        self._waiting.add_rich(rank, rich_item(time.monotonic(), message))
+        self._waiting.add_rich(rank, time.monotonic(), message)
 
     def close(self, rank: int) -> None:
         """Note that this rank writes nothing further."""
@@ -471,15 +453,12 @@ class Console:
         output_lines = self.library_messages.take_from(rank, output_lines, stream)
         if (rank, stream) not in self._hidden:
             arrival_time = time.monotonic()
-            for on, line_run in itertools.groupby(
-                output_lines, key=functools.partial(self._stream_for, stream)
-            ):
+            stream_of = functools.partial(self._stream_for, stream)
+            for on, line_run in itertools.groupby(output_lines, stream_of):
                 self._waiting.add_lines(rank, arrival_time, on, line_run)
         # From the end, because a chunk may hold thousands of lines and only the last few are kept.
-        last_lines = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
-        self._tails[rank].extend(
-            shorten_text(output_line, _TAIL_CHARS) for output_line in reversed([*last_lines])
-        )
+        last = itertools.islice(filter(str.strip, reversed(output_lines)), _LAST_LINES)
+        self._tails[rank].extend(shorten_text(line, _TAIL_CHARS) for line in reversed([*last]))
 
     def _stream_for(self, stream: str, line: str) -> str:
         """A bar and a worker's own notice are no errors; other lines stay where they were."""
@@ -556,7 +535,11 @@ class Console:
             self._dropped.clear()
             self._write(self._own_stream, f"{_OWN_PREFIX}… {words} not shown\n")
         self._show(entries)
-        self._draw(bar, stream)
+        if bar and bar != self._drawn:
+            # Padded, because a shorter bar would leave the end of the old one.
+            self._write(stream, "\r" + bar.ljust(len(self._drawn)))
+            self._drawn = bar
+            self._drawn_on = stream
 
     def show_last(self, *, has_summary: bool = False) -> None:
         """The call is over: show what is left, below a summary if there will be one."""
@@ -564,7 +547,7 @@ class Console:
         self.tick(is_final=True)
 
     def _due(self, current_time: float, is_final: bool) -> list[_ShownEntry]:
-        items = self._entries(current_time, -math.inf if is_final else HOLD_S)
+        due = self._waiting.ready(current_time, hold_s=-math.inf if is_final else HOLD_S)
         if self._pace.stage is _ENDING:
             for rank in self._ranks:
                 self._shorten(rank)
@@ -573,23 +556,18 @@ class Console:
             room = self._pace.room(current_time, has_gaps=bool(self._dropped))
         entries: list[_ShownEntry] = []
         num_chars = 0
-        while num_chars < room and (entry := next(items, None)):
-            entries.append(entry)
-            # Each line costs a prefix and a line end too, also an empty one.
-            num_chars += len(entry[1].text) + 5
-        if self._pace.spend(num_chars):
-            entries.append(([], OutputItem(current_time, None, self._own_stream, _TOO_MUCH)))
-        return entries
-
-    def _entries(self, current_time: float, hold_s: float) -> Iterator[_ShownEntry]:
-        for items in self._waiting.ready(current_time, hold_s=hold_s):
+        while num_chars < room and (items := next(due, None)):
             # The lowest, as elsewhere: twins of outputs that are updated later differ.
             rank = min(items)
             for item in items.values():
                 if item.handle is not None:
-                    owner = self._owners.get(item.handle, rank)
-                    self._owners[item.handle] = min(rank, owner)
-            yield [*items], items[rank]
+                    self._owners[item.handle] = min(rank, self._owners.get(item.handle, rank))
+            entries.append(([*items], items[rank]))
+            # Each line costs a prefix and a line end too, also an empty one.
+            num_chars += len(items[rank].text) + 5
+        if self._pace.spend(num_chars):
+            entries.append(([], OutputItem(current_time, None, self._own_stream, _TOO_MUCH)))
+        return entries
 
     def notice(self, text: str) -> None:
         """Show a line of the launcher, after what has been printed so far."""
@@ -609,13 +587,6 @@ class Console:
         if self._drawn and not keep_bar:
             self._write(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
             self._drawn = ""
-
-    def _draw(self, bar: str, stream: str) -> None:
-        if bar and bar != self._drawn:
-            # Padded, because a shorter bar would leave the end of the old one.
-            self._write(stream, "\r" + bar.ljust(len(self._drawn)))
-            self._drawn = bar
-            self._drawn_on = stream
 
     def _show(self, entries: list[_ShownEntry]) -> None:
         """One write per run of lines of the same stream: each write is a message to the browser."""
@@ -669,8 +640,14 @@ class RankLogs:
 
     def __init__(self, log_dir: str, ranks: Iterable[int]) -> None:
         self._files: dict[tuple[int, str], int] = {}
+        name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
+        # Two starts of one process within a second: restarts of workers that fail at once.
+        names = (f"{name}_{number}" if number else name for number in itertools.count())
+        folders = (Path(log_dir).expanduser() / name for name in names)
         try:
-            self.folder = _make_folder(Path(log_dir).expanduser())
+            self.folder = next(folder for folder in folders if not folder.exists())
+            self.folder.mkdir(parents=True)
+            write_notice(f"nbaccel: what each rank prints is written to {self.folder}\n")
             for rank in ranks:
                 for name in STREAM_NAMES:
                     path = self.folder / f"rank_{rank}.{name}.log"
@@ -725,13 +702,3 @@ def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[i
         for bit, name in enumerate(STREAM_NAMES, 1)
         if not numbers.get(local_rank, numbers.get(None, 0)) & bit
     )
-
-
-def _make_folder(log_dir: Path) -> Path:
-    name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
-    # Two starts of one process within a second: restarts of workers that fail at once.
-    folders = (log_dir / (f"{name}_{number}" if number else name) for number in itertools.count())
-    folder = next(folder for folder in folders if not folder.exists())
-    folder.mkdir(parents=True)
-    write_notice(f"nbaccel: what each rank prints is written to {folder}\n")
-    return folder

@@ -60,9 +60,7 @@ def show_by_its_text(error_class: type[BaseException]) -> None:
     """Let IPython use `_render_traceback_` of the next exception of this class, also of a group."""
     shell = frames.running_shell()
     # IPython has one handler at a time: one of the user's must not be replaced.
-    if shell is None or any(
-        not hasattr(custom_class, _RENDER_METHOD) for custom_class in shell.custom_exceptions
-    ):
+    if shell is None or any(not hasattr(one, _RENDER_METHOD) for one in shell.custom_exceptions):
         return
 
     def show_traceback(

@@ -212,12 +212,10 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
             "This torch does not tell how long DDP's exchange of gradients takes: it is in "
             "computing, and so is waiting for others there."
         )
-    has_memory = any(facts.memory.peak_rss for facts in board.ranks.values())
-    yield (
-        "Memory was looked at once a second; what was taken for less may not show."
-        if has_memory
-        else "Memory is looked at once a second, and the run had ended before."
-    )
+    if any(facts.memory.peak_rss for facts in board.ranks.values()):
+        yield "Memory was looked at once a second; what was taken for less may not show."
+    else:
+        yield "Memory is looked at once a second, and the run had ended before."
     if sentence := live_html.left_out_sentence(board):
         yield f"{sentence}."
     if board.warnings.num_left_out:
@@ -264,9 +262,8 @@ def _finished_parts(facts: RunFacts, *, with_curve: bool = False) -> list[str]:
     if leading := next((figures for figures in facts.ranks if figures.steps is not None), None):
         is_cut = facts.ending and leading.steps_in_all != leading.steps
         in_all = leading.steps_in_all if is_cut else None
-        rate = leading.steps_per_s
         parts += live_html.step_words(
-            leading.steps, in_all, rate, facts.samples_per_s, leading.compiled
+            leading.steps, in_all, leading.steps_per_s, facts.samples_per_s, leading.compiled
         )
     if names := facts.metric_names:
         curves = [*facts.curves[names[0]].values()]
@@ -357,9 +354,8 @@ def _curve_section(facts: RunFacts, names: Sequence[str], *, as_image: bool) -> 
 
 
 def _chart(facts: RunFacts, name: str, *, as_image: bool) -> str:
-    return live_html.titled(
-        name, metric_chart(facts.curves[name], name, facts.marks, as_image=as_image)
-    )
+    chart = metric_chart(facts.curves[name], name, facts.marks, as_image=as_image)
+    return live_html.titled(name, chart)
 
 
 def from_to(points: Sequence[tuple[float, float]] | None) -> str:
@@ -390,7 +386,7 @@ def _figure_rows(facts: RunFacts) -> list[list[str]]:
     for name in facts.metric_names[:1]:
         cells = [from_to(facts.curves[name].get(figures.rank)) for figures in facts.ranks]
         columns[plain_text(name, live_html.LABEL_CHARS)] = cells
-    rows = live_html.filled_columns(columns, "rank")
+    rows = live_html.filled_columns(columns)
     return rows if len(rows[0]) > 1 else []
 
 
@@ -488,8 +484,7 @@ class RunReport:
             for name, curves in self.facts.curves.items()
             for rank, points in curves.items()
         ]
-        plain: dict[str, Any] = _as_plain(document)
-        return plain
+        return {name: _as_plain(value) for name, value in document.items()}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> RunReport:
@@ -540,11 +535,8 @@ class RunReport:
 
     def _repr_html_(self) -> str:
         facts = self.facts
-        title, parts = (
-            html.escape(title_of(facts)),
-            live_html.quiet(" · ".join(_finished_parts(facts))),
-        )
-        headline = f"<div><b>{title}</b> {parts}</div>"
+        parts = live_html.quiet(" · ".join(_finished_parts(facts)))
+        headline = f"<div><b>{html.escape(title_of(facts))}</b> {parts}</div>"
         return _part_html(facts, headline + live_html.advice_html(facts.advice), facts.metric_names)
 
     def __str__(self) -> str:

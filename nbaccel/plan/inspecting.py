@@ -26,6 +26,7 @@ from nbaccel.plan.inventory import Inventory
 
 _LimitNumber = TypeVar("_LimitNumber", int, float)
 
+_cached_version = functools.cache(installed_version)
 # Version 1 writes "no limit" as a huge number, rounded down to a page.
 _NO_LIMIT_BYTES = 1 << 60
 
@@ -112,16 +113,13 @@ def _cgroup_memory_free(folder: Path) -> int | None:
     # Without the use the limit alone is known, which is still tighter than the host's memory.
     if not text.isdecimal():
         return memory_limit
-    return min(memory_limit, max(0, memory_limit - int(text) + _droppable_bytes(folder)))
-
-
-def _droppable_bytes(folder: Path) -> int:
-    """File cache that the kernel takes back before it kills anything, in bytes."""
+    # File cache is free: the kernel takes it back before it kills anything.
     lines = env.read_file(folder / "memory.stat").splitlines()
     memory_stat = dict(line.split()[:2] for line in lines if " " in line)
     # Version 1 has both; the total includes groups below, as the limit does.
-    text = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
-    return int(text) if text.isdecimal() else 0
+    cache = memory_stat.get("total_inactive_file") or memory_stat.get("inactive_file") or "0"
+    cache_bytes = int(cache) if cache.isdecimal() else 0
+    return min(memory_limit, max(0, memory_limit - int(text) + cache_bytes))
 
 
 def _smallest_limit(values: Iterable[_LimitNumber | None]) -> _LimitNumber | None:
@@ -151,24 +149,25 @@ def inspect_machine() -> Inventory:
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    if limits.cpu_cores is not None:
+        # Rounded down: the kernel throttles a process with more threads than its quota.
+        cores = min(cores, int(limits.cpu_cores))
     return Inventory(
-        cpu_cores=_usable_cores(limits),
+        cpu_cores=max(1, cores),
         host_total_bytes=_smaller_bytes(total_bytes, limits.memory_bytes),
         host_available_bytes=_smaller_bytes(available_bytes, limits.memory_free_bytes),
         shm_bytes=_file_system_bytes(Path("/dev/shm")),
         platform=sys.platform,
         python_version=platform.python_version(),
-        torch_version=_torch_version(),
+        torch_version=_cached_version("torch"),
         front_end=_detect_front_end(environ),
         fork_supported=hasattr(os, "fork"),
         memfd_supported=hasattr(os, "memfd_create"),
         **_detect_accelerators(environ),
     )
-
-
-@functools.cache
-def _torch_version() -> str:
-    return installed_version("torch")
 
 
 def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -190,14 +189,6 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
         accelerators = (*device_facts.get("accelerators", ()), *detected.get("accelerators", ()))
         device_facts |= {**detected, "accelerators": accelerators}
     return device_facts | {"problems": tuple(problems)}
-
-
-def _usable_cores(limits: Limits) -> int:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    # Rounded down: the kernel throttles a process with more threads than its quota.
-    return max(1, cores if limits.cpu_cores is None else min(cores, int(limits.cpu_cores)))
 
 
 def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:

@@ -159,6 +159,5 @@ def _hanging_lines(head: str, text: str) -> list[str]:
     """The text beside a head, with its further lines indented to the same column."""
     # Beside a long value a reason still gets a readable width, beyond the line's limit.
     width = max(_TABLE_LINE_CHARS, len(head) + 30)
-    below = " " * len(head)
-    wrapper = textwrap.TextWrapper(width, head, below, break_long_words=False)
+    wrapper = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False)
     return wrapper.wrap(text) or [head.rstrip()]

@@ -56,9 +56,7 @@ def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
     """Whether this machine has one of them; two listings of folders where it has none."""
     return (
         any(env.read(name) for name in signs.variables)
-        or any(
-            package in sys.modules or PathFinder.find_spec(package) for package in signs.packages
-        )
+        or any(name in sys.modules or PathFinder.find_spec(name) for name in signs.packages)
         or any(any(root.glob(pattern)) for pattern in signs.files)
         or (bool(signs.pci_vendor) and signs.pci_vendor in _vendors_on_bus(root))
     )
@@ -66,21 +64,18 @@ def has_sign(signs: DeviceSigns, root: Path = Path("/")) -> bool:
 
 @functools.cache  # a launch asks for several vendors
 def _vendors_on_bus(root: Path) -> set[str]:
-    paths = (root / "sys/bus/pci/devices").glob("*/vendor")
-    return {env.read_file(path).lower() for path in paths}
+    return {env.read_file(path).lower() for path in root.glob("sys/bus/pci/devices/*/vendor")}
 
 
 def possible_devices(inventory: Inventory | None = None) -> tuple[Device, ...]:
     """Of these the ones of which this machine, or a described one, has a sign."""
 
-    def is_possible(signs: DeviceSigns) -> bool:
+    def is_told(signs: DeviceSigns) -> bool:
         if inventory is None:
             return has_sign(signs)
         return any(getattr(inventory, fact) for fact in signs.facts)
 
-    return devices(
-        {row.name for row in rows.DEVICES if row.signs is None or is_possible(row.signs)}
-    )
+    return devices({row.name for row in rows.DEVICES if row.signs is None or is_told(row.signs)})
 
 
 def usable_units(inventory: Inventory) -> tuple[Gpu, ...]:
@@ -130,10 +125,8 @@ def precision(
 
 def layer_restorers() -> Iterator[Callable[[Any], list[tuple[Any, Any]]]]:
     """What gives a module its own layers back, of each FP8 library that this process has used."""
-    paths = {
-        row.restore: None for row in rows.FP8_BACKENDS if row.restore and row.library in sys.modules
-    }
-    return (load_object(path) for path in paths)
+    used = (row for row in rows.FP8_BACKENDS if row.restore and row.library in sys.modules)
+    return (load_object(path) for path in dict.fromkeys(row.restore for row in used))
 
 
 def strategy(strategy_name: str) -> type[Strategy]:

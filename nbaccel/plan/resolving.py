@@ -173,13 +173,10 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
             return Choice("device", device.name, f"{description} found")
         unused_devices.append(description)
         findings.warnings.append(f"{description} found and not used: {idle_reason}.")
-    note_text = f" ({found.gpu_note})" if found.gpu_note else ""
-    none_text = (
-        f"{', '.join(unused_devices)} found and not used"
-        if unused_devices
-        else f"no GPU found{note_text}"
-    )
-    return Choice("device", rows.DEVICES[0].name, none_text)
+    reason = f"no GPU found ({found.gpu_note})" if found.gpu_note else "no GPU found"
+    if unused_devices:
+        reason = f"{', '.join(unused_devices)} found and not used"
+    return Choice("device", rows.DEVICES[0].name, reason)
 
 
 def _idle_devices_text(device_name: str, found: Inventory) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,23 +48,20 @@ class Topology:
         cls, workers_per_host: Sequence[int], *, master_addr: str, master_port: int
     ) -> tuple[Topology, ...]:
         """The workers of several hosts, each with so many of them: one per worker, by rank."""
-        workers = [
-            (node_rank, local_rank)
-            for node_rank, num_workers in enumerate(workers_per_host)
-            for local_rank in range(num_workers)
-        ]
+        ranks = itertools.count()
         return tuple(
             cls(
-                rank=rank,
+                rank=next(ranks),
                 local_rank=local_rank,
-                world_size=len(workers),
-                local_world_size=workers_per_host[node_rank],
+                world_size=sum(workers_per_host),
+                local_world_size=num_workers,
                 node_rank=node_rank,
                 num_nodes=len(workers_per_host),
                 master_addr=master_addr,
                 master_port=master_port,
             )
-            for rank, (node_rank, local_rank) in enumerate(workers)
+            for node_rank, num_workers in enumerate(workers_per_host)
+            for local_rank in range(num_workers)
         )
 
     @property
@@ -96,11 +94,9 @@ class Topology:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         variables_by_name |= {DEVICE_VARIABLE: device, **dict(device_row(device).variables)}
-        given = env.snapshot() if environ is None else environ
+        told = env.snapshot() if environ is None else environ
         # On one machine the host name may resolve to an address without a way: gloo would hang.
-        unset = [
-            name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not given.get(name)
-        ]
+        unset = [name for name in INTERFACE_VARIABLES if self.num_nodes == 1 and not told.get(name)]
         return variables_by_name | dict.fromkeys(unset, _LOOPBACK_INTERFACE)
 
 

@@ -25,9 +25,7 @@ def precision_mistakes(
     """Why a device does not train in a precision; `gpus` are compute capabilities by name."""
     name = precision.name
     row = fp8.row or precision
-    old_gpus = {
-        gpu: capability for gpu, capability in gpus.items() if capability < row.refused_below
-    }
+    old_gpus = {gpu: version for gpu, version in gpus.items() if version < row.refused_below}
     if fp8.problem:
         yield (
             f'mixed_precision="{name}" is not available here: {fp8.problem}. Training would fail '
@@ -58,12 +56,10 @@ def precision_warnings(
             f'mixed_precision="{precision.name}" on {device.name} is slow: {reason}. '
             '"bf16" is faster there, "no" is exact.'
         )
-    imitating = {
-        g: capability for g, capability in gpus.items() if capability < precision.imitated_below
-    }
-    if imitating:
+    imitators = {g: version for g, version in gpus.items() if version < precision.imitated_below}
+    if imitators:
         yield (
-            f'mixed_precision="{precision.name}" is only imitated by {_described(imitating)}: it '
+            f'mixed_precision="{precision.name}" is only imitated by {_described(imitators)}: it '
             'saves no time. "fp16" is fast there.'
         )
 
@@ -101,13 +97,14 @@ def fp8_mistakes(
 ) -> Iterator[str]:
     """What a library cannot do, as messages."""
     recipe = recipe_of(settings, row)
+    lowest, above = rows.FP8_RECIPE_CAPABILITIES.get(recipe, ((0, 0), (99, 0)))
     if row.recipes and recipe not in row.recipes:
         yield (
             f"fp8.recipe={recipe!r} is not one that {row.name} has: scales would be found in "
             f"another way. Give one of {', '.join(row.recipes)}, or another backend."
         )
-    elif capability is not None and not _gpu_has(recipe, capability):
-        lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
+    # A GPU without FP8 emulates, which any recipe allows.
+    elif capability is not None and not (lowest <= capability < above or capability < (8, 9)):
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
             f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
@@ -137,11 +134,10 @@ def fp8_warnings(
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
         if has_no_history and name in HISTORY_SETTINGS:
-            only = (
-                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed "
-                "scaling has a history."
+            yield (
+                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed scaling "
+                "has a history."
             )
-            yield f"fp8.{name}={value!r} has no effect with {only}."
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "
@@ -172,14 +168,6 @@ def unfit_precision(
         f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
         "'bf16', or leave one of them out."
     )
-
-
-def _gpu_has(recipe: str, compute_capability: tuple[int, int]) -> bool:
-    if recipe not in rows.FP8_RECIPE_CAPABILITIES:
-        return True
-    lowest, above = rows.FP8_RECIPE_CAPABILITIES[recipe]
-    # A GPU without FP8 emulates, which any recipe allows.
-    return lowest <= compute_capability < above or compute_capability < (8, 9)
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -253,6 +241,9 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
     count_reason = f"from the process group ({found.backend}); this is process {found.rank}"
     if found.world_size == 1:
         count_reason = "started without a launcher, or with one worker"
+    batches_reason = f"each process gets whole batches: {found.world_size} x batch_size per step"
+    if asked.split_batches:
+        batches_reason = "each process gets its slice of every batch"
     all_choices = (
         Choice("device", found.device_name, _device_reason(asked, found)),
         Choice("num_processes", found.world_size, count_reason),
@@ -264,13 +255,7 @@ def plan_training(asked: TrainingRequest, found: ProcessFacts) -> TrainingPlan:
             asked.accumulation_steps,
             _source_text(asked.accumulation_source, "every batch is a step, as nothing was asked"),
         ),
-        Choice(
-            "batches",
-            "split" if asked.split_batches else "whole",
-            "each process gets its slice of every batch"
-            if asked.split_batches
-            else f"each process gets whole batches: {found.world_size} x batch_size per step",
-        ),
+        Choice("batches", "split" if asked.split_batches else "whole", batches_reason),
     )
     return TrainingPlan(
         device=found.device,
@@ -293,13 +278,9 @@ def _strategy_choice(strategy: Wanted | None, found: ProcessFacts) -> Choice:
             raise ConfigError(problem)
         return Choice("strategy", row.name, strategy.reason)
     word = "one" if found.world_size == 1 else "several"
-    row = next(
-        row
-        for row in rows.STRATEGIES
-        if row.is_default
-        and row.processes == word
-        and rows.strategy_fits(row, rows.device_row(found.device))
-    )
+    device = rows.device_row(found.device)
+    defaults = (row for row in rows.STRATEGIES if row.is_default and row.processes == word)
+    row = next(row for row in defaults if rows.strategy_fits(row, device))
     return Choice("strategy", row.name, row.default_reason.format(world_size=found.world_size))
 
 
@@ -381,8 +362,7 @@ def _judge_precision(
     if problem := unfit_precision(what, strategy, precision, fp8, settings.opt_level):
         raise ConfigError(problem)
     if fp8.row is not None:
-        world_size = found.world_size
-        if wrong := [*fp8_mistakes(settings, fp8.row, capability, world_size=world_size)]:
+        if wrong := [*fp8_mistakes(settings, fp8.row, capability, world_size=found.world_size)]:
             raise ConfigError(*wrong)
         yield from fp8_warnings(settings, fp8.row, device, capability)
     yield from precision_warnings(precision, device, gpus)

@@ -18,19 +18,14 @@ import fnmatch
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun
 from nbaccel.config.capabilities import TPU_SIGNS
-from nbaccel.devices.tpu.drivers import (
-    DriverPackages,
-    find_packages,
-    many_hosts_refusal,
-    torch_refusal,
-)
+from nbaccel.devices.tpu import drivers
 from nbaccel.plan.inventory import TpuHost
 
 _GIB = 2**30
@@ -190,12 +185,8 @@ _ACCEL_FILE = re.compile(r"accel\d+")
 _VFIO_GROUP = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class _BusChip:
-    """A chip on the PCI bus; the group is empty where the bus does not tell it."""
-
-    device_id: str
-    iommu_group: str
+_BusChip = tuple[str, str]
+"""Device id and IOMMU group of a chip on the PCI bus; no group where the bus does not tell it."""
 
 
 def inspect_host(
@@ -208,14 +199,15 @@ def inspect_host(
     if not num_chips and not chips and not speaks_of_tpus:
         return None
     counted_chips = [
-        chip
-        for chip in chips
-        if chip.device_id in _COUNTED_BY_TORCH_TPU
-        and chip.iommu_group
-        and (root / "dev/vfio" / chip.iommu_group).exists()
+        device_id
+        for device_id, group in chips
+        if device_id in _COUNTED_BY_TORCH_TPU and group and (root / "dev/vfio" / group).exists()
     ]
-    packages = find_packages(environ, search_path)
-    generation = _generation_of(chips, environ)
+    packages = drivers.find_packages(environ, search_path)
+    generation = next((found for chip, _ in chips if (found := _GENERATIONS[chip])), "")
+    # On the bus v2 and v3 are the same device.
+    if generation in ("", "v2"):
+        generation = generation_of_type(environ.get("TPU_ACCELERATOR_TYPE", "")) or generation
     num_hosts, worker_id = hosts_of(environ)
     host = TpuHost(
         generation=generation,
@@ -272,27 +264,19 @@ def _find_files(
         )
         taken_files = vfio_files if is_tpu_host else ()
         return len(taken_files), taken_files
-    if not all(chip.iommu_group for chip in bus_chips):
+    if not all(group for _, group in bus_chips):
         return min(len(vfio_files), len(bus_chips)), vfio_files
     groups_here = {path.name for path in vfio_files}
     # A group can hold several chips, so chips are counted and not files.
-    groups = [chip.iommu_group for chip in bus_chips if chip.iommu_group in groups_here]
+    groups = [group for _, group in bus_chips if group in groups_here]
     return len(groups), tuple(path for path in vfio_files if path.name in groups)
 
 
-def _generation_of(bus_chips: Sequence[_BusChip], environ: Mapping[str, str]) -> str:
-    generation = generation_of_type(environ.get("TPU_ACCELERATOR_TYPE", ""))
-    on_bus = next((found for chip in bus_chips if (found := _GENERATIONS[chip.device_id])), "")
-    # On the bus v2 and v3 are the same device.
-    return generation if on_bus in ("", "v2") and generation else on_bus
-
-
 def _read_bus(root: Path) -> tuple[_BusChip, ...]:
-    google = TPU_SIGNS.pci_vendor
     return tuple(
-        _BusChip(device_id, Path(_link_target(device / "iommu_group")).name)
+        (device_id, Path(_link_target(device / "iommu_group")).name)
         for device in _list_folder(root / "sys/bus/pci/devices")
-        if env.read_file(device / "vendor").lower() == google
+        if env.read_file(device / "vendor").lower() == TPU_SIGNS.pci_vendor
         and (device_id := env.read_file(device / "device").lower()) in _GENERATIONS
     )
 
@@ -341,9 +325,9 @@ def generation_of_type(accelerator_type: str) -> str:
     return generation if generation in BYTES_PER_CHIP else ""
 
 
-def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
+def _notes_on(host: TpuHost, packages: drivers.DriverPackages) -> Iterator[str]:
     """What is odd about a host."""
-    if many_hosts := many_hosts_refusal(host):
+    if many_hosts := drivers.many_hosts_refusal(host):
         yield many_hosts
     if host.chips < host.chips_on_bus:
         yield (
@@ -358,8 +342,8 @@ def _notes_on(host: TpuHost, packages: DriverPackages) -> Iterator[str]:
             "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
-    for name, driver_version in versions.items():
-        if driver_version and (refusal := torch_refusal(name, driver_version, packages.torch)):
+    for name, installed in versions.items():
+        if installed and (refusal := drivers.torch_refusal(name, installed, packages.torch)):
             yield (
                 f"{refusal}. Importing it would fail, or its operations would. Install a torch "
                 "that it takes, or use the other driver."

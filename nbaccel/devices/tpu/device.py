@@ -18,16 +18,8 @@ from nbaccel.base import env
 from nbaccel.base.optional_packages import installed_version
 from nbaccel.base.processes import describe_process
 from nbaccel.config.capabilities import strategy_row
-from nbaccel.devices.tpu import chips
-from nbaccel.devices.tpu.chips import without_stale
-from nbaccel.devices.tpu.drivers import (
-    TORCH_TPU_EXTENSION,
-    DriverChoice,
-    TpuDriver,
-    choose_driver,
-    find_packages,
-    move_parameters,
-)
+from nbaccel.devices.tpu import chips, drivers
+from nbaccel.devices.tpu.drivers import DriverChoice, TpuDriver, move_parameters
 from nbaccel.devices.tpu.torch_tpu_driver import TorchTpuDriver
 from nbaccel.devices.tpu.torch_xla_driver import RUNTIME_VARIABLE, TorchXlaDriver
 from nbaccel.plan.contracts.device import CompileCounts, Device
@@ -43,13 +35,10 @@ if TYPE_CHECKING:
     from nbaccel.plan.inventory import Inventory
     from nbaccel.plan.launch_plan import Plan
 
-DRIVER_VARIABLE = "NBACCEL_TPU_DRIVER"
-"""The driver of a worker, by name."""
+DRIVER_VARIABLE = "NBACCEL_TPU_DRIVER"  # the driver of a worker, by name
 _TURN_FILE = Path("~/.cache/nbaccel/tpu_placement.lock")
 _AUTOLOAD_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_DRIVERS: Mapping[str, type[TpuDriver]] = {
-    driver.name: driver for driver in (TorchTpuDriver, TorchXlaDriver)
-}
+_DRIVERS: dict[str, type[TpuDriver]] = {one.name: one for one in (TorchTpuDriver, TorchXlaDriver)}
 
 
 class TpuDevice(Device):
@@ -59,7 +48,7 @@ class TpuDevice(Device):
     own_process: ClassVar[bool] = True
     # A backward pass on the CPU would take the chips wherever torch_tpu is loaded (0.2).
     own_template: ClassVar[bool] = True
-    extension: ClassVar[str] = TORCH_TPU_EXTENSION
+    extension: ClassVar[str] = drivers.TORCH_TPU_EXTENSION
     pins_host_memory: ClassVar[bool] = False
     # A later write to the host tensor showed on the device (torch_tpu 0.2).
     copies_without_blocking: ClassVar[bool] = False
@@ -147,8 +136,7 @@ class TpuDevice(Device):
         holders = chips.holders_of(host.device_files)
         files = ", ".join(host.device_files)
         # A runtime may have opened the chips by another path than the files that are listed.
-        is_awake_here = any(driver.holds_chips() for driver in _all_drivers())
-        if is_awake_here or os.getpid() in holders:
+        if any(driver.holds_chips() for driver in _all_drivers()) or os.getpid() in holders:
             return (
                 f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
                 "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
@@ -168,22 +156,20 @@ class TpuDevice(Device):
         # No trace of an earlier launch is left in them.
         host = plan.inventory.tpu or TpuHost()
         driver = _DRIVERS[_choose(plan.inventory, plan.config).name]()
-        kept = without_stale(env.snapshot())
-        removed = {name: None for name in env.snapshot() if name not in kept}
+        kept = chips.without_stale(env.snapshot())
         shared: dict[str, str | None] = {
-            **removed,
+            **{name: None for name in env.snapshot() if name not in kept},
             DRIVER_VARIABLE: driver.name,
             _AUTOLOAD_VARIABLE: "0",  # the template has loaded the driver; a child needs none
         }
         if _drives_all(plan.config):
             return ({**shared, **driver.all_chips_variables()},)
-        per_worker = driver.launch_variables(
-            host, plan.num_processes, _free_ports(plan.num_processes)
-        )
+        ports = _free_ports(plan.num_processes)
+        per_worker = driver.launch_variables(host, plan.num_processes, ports)
         return tuple({**shared, **variables} for variables in per_worker)
 
     def idle_variables(self) -> Mapping[str, str]:
-        return {_AUTOLOAD_VARIABLE: "0"} if find_packages({}).torch_tpu else {}
+        return {_AUTOLOAD_VARIABLE: "0"} if drivers.find_packages({}).torch_tpu else {}
 
     def prepare_template(self) -> None:
         driver = _usable_driver(or_dry_run=True)
@@ -209,7 +195,7 @@ class TpuDevice(Device):
         once torch has been imported, and what a user has set stays.
         """
         is_undecided = env.read(_AUTOLOAD_VARIABLE) is None and "torch" not in sys.modules
-        if is_undecided and find_packages({}).torch_tpu:
+        if is_undecided and drivers.find_packages({}).torch_tpu:
             env.update({_AUTOLOAD_VARIABLE: "0"})
 
     # ---------------------------------------------------------------- in a process that trains
@@ -307,7 +293,7 @@ def _usable_driver(*, or_dry_run: bool = False) -> TpuDriver | None:
     if host is None:
         return None
     asked = TorchXlaDriver.name if or_dry_run and _is_dry_run(host) else "auto"
-    name = choose_driver(asked, host, installed_version("torch")).name
+    name = drivers.choose_driver(asked, host, installed_version("torch")).name
     return _DRIVERS[name]() if name else None
 
 
@@ -318,7 +304,7 @@ def _choose(inventory: Inventory, config: RunConfig | None = None) -> DriverChoi
     needs_xla = _is_dry_run(host) or (config is not None and _drives_all(config))
     if needs_xla and asked == "auto":
         asked = TorchXlaDriver.name
-    return choose_driver(asked, host, inventory.torch_version)
+    return drivers.choose_driver(asked, host, inventory.torch_version)
 
 
 def _drives_all(config: RunConfig) -> bool:
@@ -346,17 +332,13 @@ def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
 
 
 def _is_dry_run(host: TpuHost | None) -> bool:
-    return (
-        host is not None and not host.chips and host.pjrt_device == "CPU" and bool(host.torch_xla)
-    )
+    return bool(host and not host.chips and host.pjrt_device == "CPU" and host.torch_xla)
 
 
 def _free_ports(count: int) -> list[int]:
     """Ports that nobody uses: the runtimes bind them, and take no bound socket."""
-    with contextlib.ExitStack() as clean_up:
-        sockets = [
-            clean_up.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in sockets]
 
 

@@ -97,9 +97,7 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
         parameter.grad = None
         # A blocking copy: with a non-blocking one, a later write to the host tensor showed in the
         # copy (torch_tpu 0.2).
-        on_device = torch.nn.Parameter(
-            parameter.detach().to(device), requires_grad=parameter.requires_grad
-        )
+        on_device = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         torch_private.replace_in_place(parameter, on_device)
         if gradient is not None:
             parameter.grad = gradient.to(device)
@@ -156,10 +154,8 @@ def _find_libtpu(
         return named_path
     if distribution is not None:
         return _installed_version(distribution)
-    bundled_path = None if torch_xla is None else torch_xla.locate_file("torch_xla/lib/libtpu.so")
-    return (
-        str(bundled_path) if bundled_path is not None and Path(str(bundled_path)).exists() else ""
-    )
+    bundled = None if torch_xla is None else torch_xla.locate_file("torch_xla/lib/libtpu.so")
+    return str(bundled) if bundled is not None and Path(str(bundled)).exists() else ""
 
 
 def _find(name: str, search_path: Sequence[str] | None) -> Distribution | None:
@@ -265,11 +261,10 @@ def _dry_run(host: TpuHost, torch_version: str) -> DriverChoice:
 def _chips_refusal(asked: str, host: TpuHost) -> str:
     if host.chips:
         return ""
-    text = (
-        f" ({count_noun(host.chips_on_bus, 'chip')} on the PCI bus, whose device files are missing)"
-        if host.chips_on_bus
-        else ""
-    )
+    text = ""
+    if host.chips_on_bus:
+        chips = count_noun(host.chips_on_bus, "chip")
+        text = f" ({chips} on the PCI bus, whose device files are missing)"
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
         f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "

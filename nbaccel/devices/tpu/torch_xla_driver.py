@@ -155,9 +155,8 @@ class TorchXlaDriver(TpuDriver):
         if not (self.is_awake() and self._computes_on_chips()):
             return None
         model = importlib.import_module("torch_xla.core.xla_model")
-        return int(
-            model.get_memory_info(importlib.import_module("torch_xla").device())["bytes_used"]
-        )
+        here = importlib.import_module("torch_xla").device()
+        return int(model.get_memory_info(here)["bytes_used"])
 
     @staticmethod
     def _computes_on_chips() -> bool:
@@ -182,7 +181,15 @@ def _trial_backward() -> bool:
         process_id = os.fork()
     if process_id == 0:
         with contextlib.suppress(BaseException):
-            _try_backward(write_end)
+            import torch
+
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed assertion writes its stack
+            env.update({RUNTIME_VARIABLE: "CPU"})
+            leaf = torch.ones(1, requires_grad=True)
+            untyped: Any = (leaf.to("xla") * 2).sum()
+            untyped.backward()
+            if leaf.grad is not None and float(leaf.grad) == 2.0:
+                os.write(write_end, b"1")
         os._exit(0)
     os.close(write_end)
     try:
@@ -192,18 +199,6 @@ def _trial_backward() -> bool:
         os.close(read_end)
         os.kill(process_id, signal.SIGKILL)
         os.waitpid(process_id, 0)
-
-
-def _try_backward(write_end: int) -> None:
-    import torch
-
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a failed assertion writes its stack
-    env.update({RUNTIME_VARIABLE: "CPU"})
-    leaf = torch.ones(1, requires_grad=True)
-    untyped: Any = (leaf.to("xla") * 2).sum()
-    untyped.backward()
-    if leaf.grad is not None and float(leaf.grad) == 2.0:
-        os.write(write_end, b"1")
 
 
 # ------------------------------------------------------------------------- collectives

@@ -25,6 +25,7 @@ import html
 import importlib.resources
 import json
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -106,25 +107,22 @@ class Dashboard:
         self._note.write(self.board)
         if not self._is_wanted:
             return
-        if self._place.is_there:
-            self._draw()
+        place = self._place
+        if place.is_there:
+            is_main_thread = threading.current_thread() is threading.main_thread()
+            # Only the main thread is interrupted.
+            panel_html = live_html(self.board, is_stoppable=is_main_thread)
+            # A widget that stands there gets HTML only, and cannot be renewed by its page.
+            if not place.is_widget:
+                note_run(place.display_id)
+                panel_html = followed_html(panel_html, place.display_id)
+            place.show({"text/plain": live_text(self.board), "text/html": panel_html})
         elif self.board.seconds >= self._next_line:
             # Several times that have passed since the last look make one line.
             while self._next_line <= self.board.seconds:
                 self._next_line *= _LESS_AND_LESS
-            self._say_lines(live_text(self.board))
+            self._say(textwrap.indent(live_text(self.board), "nbaccel: "))
         self.was_shown = True
-
-    def _draw(self) -> None:
-        place = self._place
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        # Only the main thread is interrupted.
-        panel_html = live_html(self.board, is_stoppable=is_main_thread)
-        # A widget that stands there gets HTML only, and cannot be renewed by its page.
-        if not place.is_widget:
-            note_run(place.display_id)
-            panel_html = followed_html(panel_html, place.display_id)
-        place.show({"text/plain": live_text(self.board), "text/html": panel_html})
 
     def finish(self, rows: Sequence[RankStatus] = (), *, ending: str = "") -> None:
         """Leave the summary, if there has been anything to see."""
@@ -135,27 +133,28 @@ class Dashboard:
         board.see(rows)
         board.ending = ending
         ENDED_RUNS.append(board)
-        if self._is_wanted and (self.was_shown or self.has_progress):
-            self._show_summary()
-        elif self._place.is_there:
-            # What was waited for may still be there.
-            self._place.show({})
-
-    def _show_summary(self) -> None:
-        facts = facts_of(self.board, self._plan)
+        if not self._is_wanted or not (self.was_shown or self.has_progress):
+            if self._place.is_there:
+                # What was waited for may still be there.
+                self._place.show({})
+            return
+        facts = facts_of(board, self._plan)
         line = finished_line(facts)
         if self._place.is_there:
-            summary = {"text/plain": line, "text/html": summary_html(self.board, facts)}
+            summary = {"text/plain": line, "text/html": summary_html(board, facts)}
             self._place.show(summary)
             if run := _RUNS.get(self._place.display_id):
                 run.summary = summary
-            folded_html = summary_html(self.board, facts, folds_chart=True)
-            _fold_earlier(self._place, {"text/plain": line, "text/html": folded_html})
+            folded = {**summary, "text/html": summary_html(board, facts, folds_chart=True)}
+            # Earlier runs of this cell are folded: the charts of a loop of launches fill screens.
+            request_id = publish.request_header("msg_id")
+            of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
+            _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, self._place, folded)]
+            while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
+                _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
+                earliest_place.show(its_summary)
         elif self.was_shown:
-            self._say_lines(line)
-
-    def _say_lines(self, text: str) -> None:
-        self._say("\n".join(f"nbaccel: {line}" for line in text.split("\n")))
+            self._say(f"nbaccel: {line}")
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
@@ -164,16 +163,6 @@ class Dashboard:
 
 _SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
 """Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
-
-
-def _fold_earlier(place: CellPlace, folded: dict[str, Any]) -> None:
-    """Fold the charts of earlier runs of this cell: of a loop of launches they fill screens."""
-    request_id = publish.request_header("msg_id")
-    of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
-    _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, place, folded)]
-    while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
-        _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
-        earliest_place.show(its_summary)
 
 
 class WatchedCall(Protocol):
@@ -230,7 +219,12 @@ class DashboardUpdater(Dashboard):
     def poll(self, call: WatchedCall) -> None:
         """Show what is due. Cheap to call often."""
         self._watched = call
-        self._tell_of_start(call)
+        if self._waiting_line is not None:
+            if not self.is_due and "starting" in map(state_of, call.members):
+                self._waiting_line.say("setting them up")
+            else:
+                self._waiting_line.close(is_replaced=True)
+                self._waiting_line = None
         if self.is_due:
             self.update(self._rows(call))
             if self._on_poll is not None:
@@ -239,28 +233,16 @@ class DashboardUpdater(Dashboard):
                 if member.rank in call.open:
                     member.ask_where()  # for the next time
 
-    def _tell_of_start(self, call: WatchedCall) -> None:
-        if self._waiting_line is None:
-            return
-        if not self.is_due and "starting" in map(state_of, call.members):
-            self._waiting_line.say("setting them up")
-        else:
-            self._waiting_line.close(is_replaced=True)
-            self._waiting_line = None
-
-    def _note_totals(self) -> None:
-        self._device = registry.device(self._plan.device)
-        self._meter = self._device.driver_meter()
-        self.board.host_total_bytes = self._plan.inventory.host_total_bytes or None
-        units = self._device.units(self._plan.inventory)
-        for rank, facts in self.board.ranks.items() if units else ():
-            # Workers beyond the number of devices share them in turn.
-            facts.memory.device_total = units[rank % len(units)].total_bytes or None
-
     def _rows(self, call: WatchedCall) -> list[RankStatus]:
         if self._device is None:
             # Not before: nearly all cells end before there is anything to show.
-            self._note_totals()
+            self._device = registry.device(self._plan.device)
+            self._meter = self._device.driver_meter()
+            self.board.host_total_bytes = self._plan.inventory.host_total_bytes or None
+            units = self._device.units(self._plan.inventory)
+            for rank, facts in self.board.ranks.items() if units else ():
+                # Workers beyond the number of devices share them in turn.
+                facts.memory.device_total = units[rank % len(units)].total_bytes or None
         self.board.library_messages = call.console.library_messages
         rewritten = call.console.rewritten_lines()
         on_device: dict[int, int] = self._meter.read() if self._meter is not None else {}
@@ -353,7 +335,12 @@ def note_run(place_id: str) -> None:
     if manager is not None and _COMM_TARGET not in manager.targets:
         manager.register_target(_COMM_TARGET, _answer)
         shell.events.register("pre_run_cell", _tell_what_has_ended)
-    _RUNS[place_id] = _ShownRun(_running_cell(), publish.request_header("session"))
+    # IPython's own counter is one further in some versions.
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    numbers = (frames.cell_number(file) for file in files)
+    number = next((number for number in numbers if number is not None), None)
+    cell = "A cell" if number is None else f"In[{number}]"
+    _RUNS[place_id] = _ShownRun(cell, publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
         del _RUNS[oldest]
 
@@ -374,15 +361,6 @@ def followed_html(panel_html: str, place_id: str) -> str:
         f'<div class="nbaccel-panel" data-place="{place_id}" data-seen="{seen}">'
         f"{panel_html}{script}</div>"
     )
-
-
-def _running_cell() -> str:
-    """`In[5]`, as the notebook numbers the cell that runs."""
-    # IPython's own counter is one further in some versions.
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    numbers = (frames.cell_number(file) for file in files)
-    number = next((number for number in numbers if number is not None), None)
-    return "A cell" if number is None else f"In[{number}]"
 
 
 def _answer(comm: Any, message: dict[str, Any]) -> None:

@@ -85,11 +85,9 @@ class TimeComparison:
         if len(rank_samples) > _MOST_SAMPLES:
             # Another rank has not reported for long. The first one is where the interval begins.
             del rank_samples[1:-1:2]
-        if self._samples.keys() == self._ranks:
-            self._close_interval()
-
-    def _close_interval(self) -> None:
-        """Compare up to the moment until which all ranks have reported, if it is time to."""
+        if self._samples.keys() != self._ranks:
+            return
+        # Compared up to the moment until which all ranks have reported, if it is time to.
         interval_end = min(rank_samples[-1][0] for rank_samples in self._samples.values())
         if self._interval_start is None:
             self._interval_start = max(samples[0][0] for samples in self._samples.values())
@@ -551,18 +549,15 @@ def _whole_left_s(
         return max(per_epoch_s - around.round_s, loop_s or 0.0) + per_epoch_s * epochs
     if loop_s is None:
         return None
-    return loop_s + _first_epoch_s(facts, around, loop_s, now) * epochs
-
-
-def _first_epoch_s(facts: RankFacts, around: OuterLoop, loop_s: float, now: float) -> float:
+    first_epoch_s = around.round_s + loop_s
     pace = facts.batch_pace.recent(now)
+    inner_bar = next((bar for bar in reversed(facts.told.bars) if bar.left_s == loop_s), None)
     if facts.told.total_batches and pace and around.round_steps <= facts.told.batches:
         # Its first loop: at the pace of now, which a slow start does not count in.
-        return facts.told.total_batches / pace
-    inner_bar = next((bar for bar in reversed(facts.told.bars) if bar.left_s == loop_s), None)
-    if not facts.told.total_batches and inner_bar is not None:
-        return inner_bar.elapsed_s + loop_s
-    return around.round_s + loop_s
+        first_epoch_s = facts.told.total_batches / pace
+    elif not facts.told.total_batches and inner_bar is not None:
+        first_epoch_s = inner_bar.elapsed_s + loop_s
+    return loop_s + first_epoch_s * epochs
 
 
 def _loop_left_s(facts: RankFacts, now: float) -> float | None:

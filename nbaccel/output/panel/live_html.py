@@ -41,17 +41,12 @@ _LEAST_GAIN = 1.2  # below it more ranks are hardly faster
 def advice_of(board: RunBoard) -> list[str]:
     """Sentences, the most urgent first; none where nothing is wrong."""
     times = [one for one in board.times.by_rank().values() if one.steady_s >= _LEAST_S]
-    return [
-        *_no_numbers(board.ranks.values()),
-        *_alone(board, times),
-        *_data(times),
-        *_not_worth(board),
-    ]
+    return [*_no_numbers(board), *_alone(board, times), *_data(times), *_not_worth(board)]
 
 
-def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
+def _no_numbers(board: RunBoard) -> Iterator[str]:
     """Of a loss that is no number any more: since when."""
-    for facts in ranks:
+    for facts in board.ranks.values():
         points = facts.loss.points()
         if not points or math.isfinite(points[-1][1]):
             continue
@@ -67,10 +62,9 @@ def _no_numbers(ranks: Iterable[RankFacts]) -> Iterator[str]:
 def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
     """Of several ranks that have trained, and none was ever in a process group."""
     ranks = board.ranks.values()
-    has_trained = all(facts.told.steps and facts.histories for facts in ranks)
     if (
         len(times) == len(ranks) > 1
-        and has_trained
+        and all(facts.told.steps and facts.histories for facts in ranks)
         and not any(one.told.had_group for one in ranks)
     ):
         yield (
@@ -313,14 +307,14 @@ def memory_range(sizes: Sequence[int]) -> str:
     return most if least == most else f"{least} to {most}"
 
 
-def filled_columns(columns: Mapping[str, Sequence[str]], first: str) -> list[list[str]]:
-    """A table's rows: columns without a value, but for the first, would only take space."""
-    cells = {
-        name: texts if name == first else [text or "-" for text in texts]
+def filled_columns(columns: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """A table's rows: columns without a value, but for the ranks', would only take space."""
+    filled = [
+        [name, *(text or "-" for text in texts)]
         for name, texts in columns.items()
-        if name == first or any(texts)
-    }
-    return [[*row] for row in zip(*([name, *texts] for name, texts in cells.items()), strict=True)]
+        if name == "rank" or any(texts)
+    ]
+    return [[*row] for row in zip(*filled, strict=True)]
 
 
 def rate_text(rate: float | None) -> str:
@@ -527,7 +521,7 @@ def ranks_html(board: RunBoard) -> str:
     shown, others = _shown_ranks(board)
     columns = {"rank": [str(facts.rank) for facts in shown]}
     columns |= {name: [cell(one, board) for one in shown] for name, cell in _COLUMNS.items()}
-    rows = filled_columns(columns, "rank")
+    rows = filled_columns(columns)
     names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
         names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
