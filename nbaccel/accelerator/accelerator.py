@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from nbaccel import tracking
 from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settings, refuse_unserved
@@ -348,6 +350,13 @@ class Accelerator(TrainingCheckpoints):
         previous_settings = [(loader, loader.even_batches) for loader in self._dataloaders]
         try:
             if even_batches is not None:
+                if any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
+                    warnings.warn(
+                        f"join_uneven_inputs(even_batches={even_batches}) is only supported for "
+                        "map-style datasets: a loader of an IterableDataset completes its last "
+                        "batches as before. Give it a dataset with a length.",
+                        stacklevel=3,
+                    )
                 for loader, _ in previous_settings:
                     loader.even_batches = even_batches
             with context:

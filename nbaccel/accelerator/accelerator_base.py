@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,8 +117,15 @@ class RunDescription(ProcessInfo):
             None,
         )
 
-    dataloader_config: handlers.DataLoaderConfiguration = shows("_run.request.data")
-    """How loaders are shared out."""
+    @property
+    def dataloader_config(self) -> handlers.DataLoaderConfiguration:
+        """How loaders are shared out; what is set holds for loaders that are prepared later."""
+        return self._run.request.data
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: handlers.DataLoaderConfiguration) -> None:
+        self._run = replace(self._run, request=replace(self._run.request, data=value))
+
     split_batches: bool = shows("_run.request.data.split_batches")
     """Whether each batch is cut into a slice per process."""
     dispatch_batches: bool | None = shows("_run.request.data.dispatch_batches")

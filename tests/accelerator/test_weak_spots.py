@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from nbaccel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError, NbaccelError
@@ -65,6 +66,17 @@ def test_uneven_inputs_can_be_joined_on_the_cpu() -> None:
     assert w0 == w1
     # 0.1 * the mean over two processes of 0 + 1, 2 + 3 and 4 + nothing
     assert w0 == pytest.approx(1 - 0.1 * (0.5 + 2.5 + 2.0))
+
+
+def test_a_setting_that_an_iterable_dataset_ignores_is_told() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(DataLoader(type("Numbers", (IterableDataset,), {"__iter__": iter})()))
+    joining = accelerator.join_uneven_inputs([], even_batches=False)
+    with (
+        pytest.warns(UserWarning, match="even_batches=False.*only supported for map-style"),
+        joining,
+    ):
+        assert accelerator.num_processes == 1
 
 
 def test_sharded_models_refuse_to_join_uneven_inputs() -> None:
