@@ -236,6 +236,24 @@ def storage_use_count(storage: torch.UntypedStorage) -> int | None:
     return int(count(storage._cdata))
 
 
+def shared_file(storage: torch.UntypedStorage) -> int | None:
+    """The open file behind memory of `Tensor.share_memory_`; None for any other memory."""
+    # What is shared by name would be copied to a file of its own.
+    sharing: Any = torch.multiprocessing
+    if not storage.is_shared() or sharing.get_sharing_strategy() == "file_system":
+        return None
+    untyped: Any = storage
+    descriptor, _ = untyped._share_fd_cpu_()
+    return descriptor if descriptor >= 0 else None  # a mapped file of weights is closed
+
+
+def map_shared_file(descriptor: int, nbytes: int) -> torch.UntypedStorage:
+    """The memory of a file that :func:`shared_file` gave in another process."""
+    storage_class: Any = torch.UntypedStorage
+    storage: torch.UntypedStorage = storage_class._new_shared_fd_cpu(descriptor, nbytes)
+    return storage
+
+
 def untyped_storage(storage: Any) -> torch.UntypedStorage:
     """The bytes below a `TypedStorage`; its public method warns that the class is deprecated."""
     found: torch.UntypedStorage = storage._untyped_storage

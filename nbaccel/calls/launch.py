@@ -347,7 +347,7 @@ def _pickled_call(
     changes = sendable_changes(looks_anew=looks_anew)
     is_again = False
     while True:
-        sender = pickling.Sender(sharing.stand_ins)
+        sender = pickling.Sender(sharing.stand_ins, shares=True)
         for shared in sharing.arenas.values():
             # Named before pickling: an arena counts even if the pickle does not refer to it.
             sender.key(shared)

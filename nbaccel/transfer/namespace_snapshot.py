@@ -174,7 +174,7 @@ class NamespaceSnapshot:
             for record in tuple(self._records.values())
             for address, host_place in record.stand_ins.items()
         }
-        return pickling.Sender(stand_ins, self._namespace, find_place)
+        return pickling.Sender(stand_ins, self._namespace, find_place, shares=True)
 
     def _place(self, module_part: Any) -> ModulePlace | None:
         """Where in a module with a key this is. Modules get one when they are first met."""

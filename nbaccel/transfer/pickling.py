@@ -66,6 +66,7 @@ class Sender:
     modules: list[torch.nn.Module] = field(default_factory=list)  # each before its parts
     module_keys: set[str] = field(default_factory=set)  # keys of modules that the pickle refers to
     names: set[str] = field(default_factory=set)  # of the namespace, read by its functions
+    shares: bool = False  # whether tensors in torch's shared memory stay shared with the receiver
     by_name: bool = False
     """Whether the receiver has the very same classes and functions in its `__main__`, and must get
     them and no copies: a forked worker's answer, or the notebook's `except MyError` would fail."""
@@ -316,7 +317,12 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if nbytes == 0:
             return torch.UntypedStorage, (0,)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return _own_storage, (pickle.PickleBuffer(raw.cpu().numpy().data), not on_host)
+        block = pickle.PickleBuffer(raw.cpu().numpy().data)
+        if on_host and self._sender.shares and (file := torch_private.shared_file(storage)):
+            # Workers are no children of this process, which could inherit it.
+            status, path = os.fstat(file), f"/proc/{os.getpid()}/fd/{file}"
+            return _shared_storage, (path, (status.st_dev, status.st_ino), nbytes, block)
+        return _own_storage, (block, not on_host)
 
 
 def dumps_with_lines(value: Any) -> bytes:
@@ -411,6 +417,17 @@ def _local_class(address: int, name: str, content: bytes) -> type:
 
 def _own_storage(block: Any, to_device: bool) -> torch.UntypedStorage:
     return _placed(torch.frombuffer(block, dtype=torch.uint8).untyped_storage(), to_device)
+
+
+def _shared_storage(
+    path: str, identity: tuple[int, int], nbytes: int, block: Any
+) -> torch.UntypedStorage:
+    """The sender's own memory, as a fork would inherit it; on another host a copy of it."""
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if (status.st_dev, status.st_ino) == identity:
+            return torch_private.map_shared_file(file.fileno(), nbytes)
+    return _own_storage(block, False)
 
 
 def _placed(storage: torch.UntypedStorage, to_device: bool) -> torch.UntypedStorage:

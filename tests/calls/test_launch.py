@@ -609,12 +609,14 @@ def test_what_cannot_be_sent_is_named_for_the_template_and_auto_forks_and_says_s
 
 
 @isolated(timeout_s=60)
-def test_queues_and_managers_of_the_notebook_work_in_its_workers():
+def test_what_the_notebook_shares_with_processes_is_shared_with_its_workers():
+    tensor = torch.zeros(2).share_memory_()
     with multiprocessing.Manager() as manager:
         noted, queue = manager.list(["notebook"]), multiprocessing.Queue()
         queue.put("notebook")  # by a thread, which no fork takes along
 
         def note(queue=None):
+            tensor[int(os.environ["RANK"])] += 1
             for _ in range(100):  # one connection for both ranks would break
                 noted.append(1)
             return queue and (queue.put(1) or queue.get(timeout=20))
@@ -622,6 +624,7 @@ def test_queues_and_managers_of_the_notebook_work_in_its_workers():
         assert notebook_launcher(note, (), 2).plan.start_method == "template"
         assert notebook_launcher(note, (queue,), 2).plan.start_method == "fork"
         assert (noted.count(1), queue.get(timeout=20)) == (400, 1)
+    assert tensor.tolist() == [2, 2]
 
 
 @pytest.mark.slow

@@ -99,6 +99,12 @@ def test_what_is_one_stays_one_and_receivers_do_not_see_each_others_writes():
         one, other = (pickling.unpack(packed, fd, {}) for _ in range(2))
     one.fill_(3)
     assert not other.any()
+    shared = [torch.zeros(3).share_memory_()]
+    packed, fd = pickling.pack(shared[0], Sender(shares=True))
+    with memfd.closing_files(fd):
+        pickling.unpack(packed, fd, {}).fill_(4)
+        assert shared.pop().tolist() == [4, 4, 4]  # the last that has the memory
+        assert pickling.unpack(packed, fd, {}).tolist() == [0, 0, 0]  # as on another host
 
 
 def test_what_a_function_closes_over_travels_beside_the_pickle():
