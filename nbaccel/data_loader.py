@@ -221,9 +221,8 @@ class _LoaderPreparation:
 
     def _check_loader(self) -> None:
         name = type(self.loader).__name__
-        batch_size = _loader_batch_size(self.loader)
         if self.settings.split_batches:
-            check_divisible(batch_size, self.place.world_size, name)
+            check_divisible(_loader_batch_size(self.loader), self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
                 f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
@@ -366,13 +365,12 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
     loader_settings = replace(loader.settings, skip_batches=skipped)
     base_loader = loader.base
     num_dropped = loader.batches_to_drop
+    dispatches = isinstance(loader, DataLoaderDispatcher)
     if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
         num_dropped += num_batches
     else:
         # Process 0 reads one batch per process in a round, so skipping a round skips that many.
-        reads_whole_rounds = (
-            isinstance(loader, DataLoaderDispatcher) and not loader_settings.split_batches
-        )
+        reads_whole_rounds = dispatches and not loader_settings.split_batches
         batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
         remaining_batches = SkipBatchSampler(
             _index_batches(base_loader), num_batches * batches_each
@@ -380,7 +378,6 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
         base_loader = _rebuild_loader(
             base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
         )
-    dispatches = isinstance(loader, DataLoaderDispatcher)
     own_class = loader_class(dispatches=dispatches, stateful=loader_settings.stateful)
     skipping_loader = own_class.around(
         base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped

@@ -164,8 +164,8 @@ class Request:
         accumulation, steps_source = _accumulation_settings(
             given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
         )
-        precision_name, precision_source = _merge_precision(
-            request, *_requested_precision(given["mixed_precision"], run_config)
+        precision_name, precision_source = _requested_precision(
+            given["mixed_precision"], run_config, request
         )
         if steps_source == "default" and request.accumulation_steps is not None:
             steps_source = "config"
@@ -251,14 +251,29 @@ def _accumulation_settings(
     return replace(plugin, num_steps=num_steps), source
 
 
-def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
+def _requested_precision(
+    precision: str | None, run_config: RunConfig | None, settings_request: SaidBySettings
+) -> tuple[str, Any]:
+    """Its name, and where that comes from."""
     if precision is not None:
         # A member of Accelerate's PrecisionType counts as its value.
-        return str(getattr(precision, "value", precision)).lower(), "argument"
-    if run_config is not None:
-        return run_config.mixed_precision, "config"
-    text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
-    return (text, "environment") if text else ("no", "default")
+        name, source = str(getattr(precision, "value", precision)).lower(), "argument"
+    elif run_config is not None:
+        name, source = run_config.mixed_precision, "config"
+    else:
+        text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+        name, source = (text, "environment") if text else ("no", "default")
+    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
+        return name, source
+    # A file may set it, too, and wins over defaults. The launcher exports its own, so `no` in the
+    # environment need not be a user's choice.
+    if source == "default" or (source == "environment" and name == "no"):
+        return settings_request.mixed_precision, "config"
+    raise ConfigError(
+        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
+    )
 
 
 def _fp8_settings(
@@ -284,25 +299,6 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
         return DEVICES[0].name
     device = "" if run_config is None or run_config.device == "auto" else run_config.device
     return device if device and registry.device(device).is_available() else ""
-
-
-def _merge_precision(
-    settings_request: SaidBySettings, name: str, precision_source: Any
-) -> tuple[str, Any]:
-    """A file may set the precision, too; it wins over defaults, those of the launcher included."""
-    # The launcher exports its default, so `no` in the environment need not be a user's choice.
-    gives_way = precision_source == "default" or (
-        precision_source == "environment" and name == "no"
-    )
-    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
-        return name, precision_source
-    if gives_way:
-        return settings_request.mixed_precision, "config"
-    raise ConfigError(
-        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
-        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
-        f"one out{settings_request.remedy}."
-    )
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -381,13 +377,12 @@ class TrainingRun:
         is_left_to_engine = strategy_class.owns_precision and not precision_class.converts_layers
         precision_name = "no" if is_left_to_engine else asked.mixed_precision
         precision = _build_precision(request, place, precision_name, plan)
-        strategy_settings = request.settings_for(plan.strategy)
         return cls(
             request=request,
             place=place,
             initial_plan=plan,
             strategy=strategy_class.build(
-                place, strategy_settings, precision=precision, asked=asked
+                place, request.settings_for(plan.strategy), precision=precision, asked=asked
             ),
             precision=precision,
             collectives=Collectives(place, distributed.timeout_s(process_group)),

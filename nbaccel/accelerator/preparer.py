@@ -25,8 +25,6 @@ from nbaccel.strategies.model_blocks import compile_regions, enable_gradient_che
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 
-_DATA_PARALLEL_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_MARK = "_is_accelerate_prepared"
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
 
 
@@ -279,7 +277,8 @@ class Preparer(RunDescription):
         """
         uncompiled = torch_private.uncompiled(model)  # one that the caller compiled
         inner_model = self._run.strategy.unwrap(uncompiled)
-        while isinstance(inner_model, _DATA_PARALLEL_TYPES):  # which the caller wrapped
+        # Which the caller wrapped.
+        while isinstance(inner_model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner_model = inner_model.module
         if not keep_torch_compile:
             inner_model = torch_private.uncompiled(inner_model)
@@ -319,7 +318,7 @@ class Preparer(RunDescription):
 
 def _mark(prepared: Any) -> None:
     """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
-    vars(prepared)[_MARK] = True
+    vars(prepared)["_is_accelerate_prepared"] = True
 
 
 def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> None:

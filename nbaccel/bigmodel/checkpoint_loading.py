@@ -253,7 +253,14 @@ def plan_loading(
             "Build the model from the configuration that the checkpoint was saved with, or give "
             f"the checkpoint of this model.{_prefix_hint(groups, content.keys())}"
         )
-    _warn_of_empty_buffers(model)
+    empty_names = [
+        name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
+    ]
+    if empty_names:  # a pass would fail at them
+        text = "%d buffers of %s are on meta and in no checkpoint, as they are not persistent: %s. "
+        text += "Build the model under init_empty_weights(include_buffers=False), or set them."
+        listed = first_few(empty_names, _MOST_LISTED)
+        _log.warning(text, len(empty_names), type(model).__name__, listed)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return placements
 
@@ -310,19 +317,6 @@ def _coverage_mistakes(
         else:
             text = "%d tensors of %s are not in the model and are not used: %s"
             _log.warning(text, len(unused_names), source, listed)
-
-
-def _warn_of_empty_buffers(model: nn.Module) -> None:
-    """Name buffers that no checkpoint holds, and that have no values: a pass would fail at them."""
-    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    empty_names = [
-        name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
-    ]
-    if empty_names:
-        text = "%d buffers of %s are on meta and in no checkpoint, as they are not persistent: %s. "
-        text += "Build the model under init_empty_weights(include_buffers=False), or set them."
-        listed = first_few(empty_names, _MOST_LISTED)
-        _log.warning(text, len(empty_names), type(model).__name__, listed)
 
 
 _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
@@ -385,11 +379,10 @@ def _fill(model: nn.Module, placements: Sequence[Placement], files: WeightFiles)
     wanted = [p for p in placements if _goes_to_host(p) and _must_be_copied(p)]
     tensors = arena.empty_tensors([(p.stored.shape, p.dtype) for p in wanted])
     converted = {id(p.tensor): tensor for p, tensor in zip(wanted, tensors, strict=True)}
-    total_bytes = sum(p.stored.num_bytes for p in placements if _is_read_now(p))
     with (
         torch.no_grad(),
         progress_bar(
-            total=total_bytes,
+            total=sum(p.stored.num_bytes for p in placements if _is_read_now(p)),
             desc="loading weights",
             unit="B",
             unit_scale=True,

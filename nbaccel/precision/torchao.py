@@ -127,17 +127,14 @@ def _quiet() -> Iterator[None]:
 
 def has_layers(model: nn.Module) -> bool:
     """Whether a model has layers of torchao."""
-    layer_class = _layer_class()
-    return layer_class is not None and any(isinstance(m, layer_class) for m in model.modules())
+    return any(isinstance(module, _layer_classes()) for module in model.modules())
 
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put `nn.Linear` back in the place of torchao's layers, with the same parameters."""
-    layer_class = _layer_class()
 
     def plain_layer(_name: str, layer: Any) -> nn.Module | None:
-        is_theirs = layer_class is not None and isinstance(layer, layer_class)
-        if not is_theirs:
+        if not isinstance(layer, _layer_classes()):
             return None
         with torch.device("meta"):
             return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -146,7 +143,7 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return []
 
 
-def _layer_class() -> type[nn.Module] | None:
+def _layer_classes() -> tuple[Any, ...]:
     # Not imported: without it in this process there are no layers of it.
     module: Any = sys.modules.get("torchao.float8.float8_linear")
-    return None if module is None else module.Float8Linear
+    return () if module is None else (module.Float8Linear,)

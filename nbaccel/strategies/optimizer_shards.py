@@ -33,10 +33,9 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
     # A list, because the loop replaces keys of the dictionary.
     for old_parameter in [parameter for parameter in optimizer.state if parameter in became]:
         new_parameter = became[old_parameter]
-        parameter_state = optimizer.state.pop(old_parameter)
         optimizer.state[new_parameter] = {
             name: _shard_state(name, value, old_parameter, new_parameter)
-            for name, value in parameter_state.items()
+            for name, value in optimizer.state.pop(old_parameter).items()
         }
 
 

@@ -161,7 +161,16 @@ class Collectives:
     ) -> Any:
         """Make all processes' tensors equally long in one dimension, so that they can be joined."""
         if any(map(_is_nested, leaves(tree))):
-            return self._pad_around_nested(tree, dim, pad_index, pad_first)
+            warnings.warn(
+                "pad_across_processes got a nested tensor: its rows have lengths of their own, so "
+                "it stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather "
+                "it.",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            others = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
+            padded = iter(self.pad_across_processes(others, dim, pad_index, pad_first))
+            return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
         if self.place.is_alone:
             return tree
         signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
@@ -179,17 +188,6 @@ class Collectives:
         return map_leaves(
             lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first), tree
         )
-
-    def _pad_around_nested(self, tree: Any, *settings: Any) -> Any:
-        warnings.warn(
-            "pad_across_processes got a nested tensor: its rows have lengths of their own, so it "
-            "stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather it.",
-            CannotPadNestedTensorWarning,
-            stacklevel=3,
-        )
-        tensors = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
-        padded = iter(self.pad_across_processes(tensors, *settings))
-        return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
 
 
 def _is_nested(leaf: Any) -> bool:

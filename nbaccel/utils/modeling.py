@@ -116,8 +116,22 @@ def align_module_device(
     """
     hook = _offloading_hook(module)
     if hook is not None:
-        with _brought_in(module, hook, execution_device):
+        usual_device = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            # Those of other libraries bring weights in as part of a call.
+            if hasattr(hook, "bring_in"):
+                hook.bring_in(module)
+            else:
+                hook.pre_forward(module)
             yield
+        finally:
+            if hasattr(hook, "send_out"):
+                hook.send_out(module)
+            else:
+                hook.post_forward(module, None)
+            hook.execution_device = usual_device
     elif execution_device is None:
         yield
     else:
@@ -129,22 +143,6 @@ def align_module_device(
         finally:
             for name, device in devices.items():
                 set_module_tensor_to_device(module, name, device)
-
-
-@contextlib.contextmanager
-def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator[None]:
-    usual_device = hook.execution_device
-    if execution_device is not None:
-        hook.execution_device = execution_device
-    # Those of other libraries bring weights in as part of a call.
-    bring_in = getattr(hook, "bring_in", None) or hook.pre_forward
-    send_out = getattr(hook, "send_out", None) or (lambda owner: hook.post_forward(owner, None))
-    try:
-        bring_in(module)
-        yield
-    finally:
-        send_out(module)
-        hook.execution_device = usual_device
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:

@@ -58,8 +58,7 @@ def extract_model_from_parallel(
     if recursive:
         inner = _unwrapped_throughout(inner)
     if not keep_fp32_wrapper:
-        wrapper = inner.__dict__.get("forward")
-        if isinstance(wrapper, AutocastForward):
+        if isinstance(inner.__dict__.get("forward"), AutocastForward):
             del inner.__dict__["forward"]
         inner.__dict__.pop("_original_forward", None)
     if compiled is None or not keep_torch_compile:
@@ -76,8 +75,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         ("deepspeed", "DeepSpeedEngine"),
     )
     imported = (getattr(sys.modules.get(module), name, None) for module, name in named_classes)
-    torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    classes = (*torch_classes, *filter(None, imported))
+    classes = (nn.parallel.DistributedDataParallel, nn.DataParallel, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
         inner: Any = model.module

@@ -148,8 +148,7 @@ class LayerRecipe:
     """How a layer computes."""
 
     emulate: bool  # whether there is no kernel for 8 bits
-    forward_format: NumberFormat = E4M3  # of inputs and weights
-    gradient_format: NumberFormat = E5M2  # of output gradients
+    gradient_format: NumberFormat = E5M2  # of output gradients; inputs and weights have E4M3
     margin: int = 0  # headroom of scales, in powers of two
     # Whether forward, input gradient and weight gradient are computed in higher precision.
     exact_passes: tuple[bool, bool, bool] = (False, False, False)
@@ -162,7 +161,7 @@ class LayerRecipe:
 
     def stored(self, values: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload and inverse scale of a tensor."""
-        number_format = self.gradient_format if kind == GRADIENT else self.forward_format
+        number_format = self.gradient_format if kind == GRADIENT else E4M3
         amax = largest_magnitude(values)
         scale = power_of_two_scale(amax, number_format, self.margin)
         if self.history is not None:

@@ -105,18 +105,16 @@ def quantize(
 
 
 def scale_and_quantize(
-    values: torch.Tensor, number_format: NumberFormat, margin: int = 0
+    values: torch.Tensor, number_format: NumberFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store a tensor under the scale that its own largest magnitude gives (current scaling)."""
-    scale = power_of_two_scale(largest_magnitude(values), number_format, margin)
+    scale = power_of_two_scale(largest_magnitude(values), number_format)
     return quantize(values, scale, number_format), scale.reciprocal()
 
 
-def dequantize(
-    payload: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantize(payload: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
     """The values that a payload stands for."""
-    return (payload.to(torch.float32) * inverse_scale).to(dtype)
+    return payload.to(torch.float32) * inverse_scale
 
 
 _aten = torch.ops.aten

@@ -294,9 +294,8 @@ class _CheckpointLoad:
             return self._shard_folder(shards, number, model, self._parts.optimizer_of(model))
         bases = (files.SAFE_WEIGHTS, files.PICKLED_WEIGHTS)
         path = self._existing_file(*(files.numbered_name(base, number) for base in bases))
-        return None if path is None else self._weights_file(path, number, model)
-
-    def _weights_file(self, path: Path, number: int, model: nn.Module) -> _SavedPart:
+        if path is None:
+            return None
         strategy = self._parts.strategy
         left_out = self._left_out.get(number, frozenset())
 
@@ -328,7 +327,7 @@ class _CheckpointLoad:
         """A folder of which every process reads a part: a model, with an optimizer or without."""
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
-        ranks_there = folder_writing.ranks_of_part(self._folder)
+        ranks_there, _ = folder_writing.ranks_and_hosts(self._folder)
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
@@ -657,7 +656,7 @@ def _state_problem(item: Any, saved_state: Any) -> str:
 
 def _describe_state(saved_state: Any) -> str:
     if isinstance(saved_state, Mapping):
-        return f"{', '.join(map(str, list(saved_state)[:6])) or 'nothing'}"
+        return ", ".join(map(str, list(saved_state)[:6])) or "nothing"
     return f"a {type(saved_state).__name__}"
 
 

@@ -178,14 +178,23 @@ class _StateWriter:
             # Each process has workers, random numbers and a part of the data of its own.
             name = files.loader_file(number, loader, place.rank)
             self._write(name, loader.state_dict, is_own=True)
-        self._write_small_states()
+        for number, scheduler in enumerate(self._parts.schedulers):
+            name = files.numbered_name(files.SCHEDULER_FILE, number)
+            self._write(name, scheduler.state_dict)
+        if self._parts.scaler is not None:
+            self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
+        precision = self._parts.precision_state
+        if precision is not None and (state := precision.state_dict()):
+            self._write(files.PRECISION_FILE, state)
+        for number, custom_object in enumerate(self._parts.custom):
+            self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
             gradients_file = files.GRADIENTS_FILE.format(place.rank)
             self._write(gradients_file, self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
-        states = {"step": step, **rng.capture_rng_states(place)}
-        self._write(files.RANDOM_STATES_FILE.format(place.rank), states, is_own=True)
+        random_states = {"step": step, **rng.capture_rng_states(place)}
+        self._write(files.RANDOM_STATES_FILE.format(place.rank), random_states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
@@ -247,18 +256,6 @@ class _StateWriter:
             # The model's first optimizer has been written into the model's own shard folder.
             elif optimizer is not self._parts.optimizer_of(model):
                 self._write_shards(model, optimizer, files.OPTIMIZER_SHARDS.format(number))
-
-    def _write_small_states(self) -> None:
-        for number, scheduler in enumerate(self._parts.schedulers):
-            name = files.numbered_name(files.SCHEDULER_FILE, number)
-            self._write(name, scheduler.state_dict)
-        if self._parts.scaler is not None:
-            self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
-        precision = self._parts.precision_state
-        if precision is not None and (state := precision.state_dict()):
-            self._write(files.PRECISION_FILE, state)
-        for number, custom_object in enumerate(self._parts.custom):
-            self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
 
     def _write(
         self, file_name: str, state: Any, *, safetensors: bool = False, is_own: bool = False
