@@ -261,7 +261,6 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
         )
         return model
-    del offload_state_dict
     tiers = _map_of(
         model,
         device_map,
@@ -408,26 +407,15 @@ def _dispatch(
     tiers = set(device_map.values())
     # A quantized model's layers move in their own way, which `Module.to` does not know.
     force_hooks = force_hooks or bool(getattr(model, "is_quantized", False))
-    if len(tiers) > 1 or DISK in tiers or force_hooks:
-        if main_device is None:
-            main_device = next((tier for tier in device_map.values() if tier not in _AWAY), HOST)
-        _attach(model, device_map, weights_with, main_device, **hook_settings)
-    else:
+    if len(tiers) <= 1 and DISK not in tiers and not force_hooks:
         (only_tier,) = tiers
         if torch.device(only_tier).type != "meta":
             hooks.check_values(model)
         model.to(only_tier)
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    return model
-
-
-def _attach(
-    model: nn.Module,
-    device_map: Mapping[str, Any],
-    weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-    main_device: Any,
-    **hook_settings: Any,
-) -> None:
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    if main_device is None:
+        main_device = next((tier for tier in device_map.values() if tier not in _AWAY), HOST)
     computes_on_host = torch.device(main_device).type == "cpu"
     held: dict[str, torch.Tensor] = {}
     if not computes_on_host:
@@ -454,6 +442,8 @@ def _attach(
     retie_parameters(model, tied_parameters)
     for method_name in ("to", "cuda"):
         setattr(model, method_name, _guarded(model, method_name))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
 
 
 def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:

@@ -191,8 +191,7 @@ def debug_launcher(
         The functions' return values, by rank.
     """
     __tracebackhide__ = True
-    config = RunConfig(num_processes=num_processes, device="cpu")
-    return launch_configured(function, args, config)
+    return launch_configured(function, args, RunConfig(num_processes=num_processes, device="cpu"))
 
 
 def shutdown() -> None:

@@ -96,17 +96,12 @@ class AcceleratedOptimizer(Optimizer):
         """
         if not self.gradient_state.sync_gradients or self.gradient_state.is_skipping:
             return None
-        if self.scaler is not None:
-            return self._scaled_step(self.scaler, closure)
-        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if self._mark_step is not None and not self.gradient_state.in_dataloader:
-            self._mark_step()
-        return result
-
-    # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if self._mark_step is not None and not self.gradient_state.in_dataloader:
+                self._mark_step()
+            return result
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
@@ -122,6 +117,9 @@ class AcceleratedOptimizer(Optimizer):
         # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return result
+
+    # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget gradients, if the current batch ends a group of accumulated ones.

@@ -175,12 +175,10 @@ class RunDescription(ProcessInfo):
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
         """Nothing happens in the block: sequences are not divided over processes here."""
-        del buffers, buffer_seq_dims, no_restore_buffers
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """The loader as it is: sequences are not divided over processes here."""
-        del model
         return dl
 
     def verify_device_map(self, model: nn.Module) -> bool:

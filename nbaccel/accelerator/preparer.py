@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -220,7 +220,15 @@ class Preparer(RunDescription):
             if self._run.request.activation_checkpointing:
                 enable_gradient_checkpointing(model)
         bundle = strategy.wrap(bundle)
-        _refuse_stand_ins(bundle, self._run.initial_plan.strategy)
+        items = (*bundle.optimizers, *bundle.schedulers)
+        stand_ins = [item for item in items if isinstance(item, (DummyOptim, DummyScheduler))]
+        if stand_ins:
+            raise ConfigError(
+                f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with "
+                f"strategy {self._run.initial_plan.strategy!r}: they stand for what a DeepSpeed "
+                "configuration describes, and there is none here. Nothing would be trained. Give "
+                "optimizers and schedules of torch, or a deepspeed_plugin with a configuration."
+            )
         dynamo = self._run.dynamo
         for model in bundle.models if dynamo.compiles else ():
             # In place: a wrapper around it would hide from the strategy what it wrapped itself.
@@ -256,7 +264,19 @@ class Preparer(RunDescription):
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
                     "without device_map, or train in one process."
                 )
-            _refuse_offloaded_bits(model, device_map)
+            loaded_in = [
+                name
+                for name in ("is_loaded_in_8bit", "is_loaded_in_4bit")
+                if getattr(model, name, False)
+            ]
+            host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
+            if loaded_in and host:
+                raise ConfigError(
+                    f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly "
+                    f"on {' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or "
+                    "disk offload cannot be trained then. Load it whole onto the device that "
+                    "trains: device_map={'': accelerator.device}."
+                )
             # Of a model that a device map has spread, each module is moved by its own hook.
             is_spread = len(set(device_map.values())) > 1 or any(
                 parameter.is_meta for parameter in model.parameters()
@@ -319,20 +339,6 @@ class Preparer(RunDescription):
 def _mark(prepared: Any) -> None:
     """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
     vars(prepared)["_is_accelerate_prepared"] = True
-
-
-def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    loaded_in = [
-        name for name in ("is_loaded_in_8bit", "is_loaded_in_4bit") if getattr(model, name, False)
-    ]
-    host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
-    if loaded_in and host:
-        raise ConfigError(
-            f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly on "
-            f"{' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or disk "
-            "offload cannot be trained then. Load it whole onto the device that trains: "
-            "device_map={'': accelerator.device}."
-        )
 
 
 def _refuse_empty(model: nn.Module) -> None:
@@ -401,15 +407,3 @@ def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
     inner_optimizer = optimizer.optimizer
     given_optimizer = getattr(inner_optimizer, "given", None)
     return (optimizer, inner_optimizer, *([given_optimizer] if given_optimizer else ()))
-
-
-def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
-    items = (*bundle.optimizers, *bundle.schedulers)
-    stand_ins = [item for item in items if isinstance(item, (DummyOptim, DummyScheduler))]
-    if stand_ins:
-        raise ConfigError(
-            f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with strategy "
-            f"{strategy_name!r}: they stand for what a DeepSpeed configuration describes, and "
-            "there is none here. Nothing would be trained. Give optimizers and schedules of torch, "
-            "or a deepspeed_plugin with a configuration."
-        )

@@ -247,8 +247,23 @@ class _BlockPacker:
         while self._queue and self._current < len(self._tiers):
             number = heapq.heappop(self._queue)
             # What came with another block is still in the queue.
-            if number in self._waiting:
-                self._place_block(number)
+            if number not in self._waiting:
+                continue
+            members = self._forest.together(number, self._waiting)
+            size = self._forest.size_of(members)
+            if self._fits(members, size):
+                self._place(members, size)
+                continue
+            # From here on the block itself is looked at again.
+            heapq.heappush(self._queue, number)
+            divisible = self._divisible(number, members)
+            if divisible is not None:
+                self._split(divisible)
+            elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
+                name = self._forest.blocks[number].name
+                refusal = Refusal(name, size, self._room_beside(members))
+                self._refusals[self._tiers[self._current].device] = refusal
+                self._current += 1
         first_level = self._tiers[0].level
         away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
         return Packing(
@@ -259,25 +274,6 @@ class _BlockPacker:
             is_complete=not self._waiting,
             largest_kept_away=self._forest.size_of(islice(away, 1)),
         )
-
-    def _place_block(self, number: int) -> None:
-        """Place a block, split it or what comes with it, or go on to the next tier."""
-        members = self._forest.together(number, self._waiting)
-        size = self._forest.size_of(members)
-        if self._fits(members, size):
-            self._place(members, size)
-            return
-        # From here on the block itself is looked at again.
-        heapq.heappush(self._queue, number)
-        divisible = self._divisible(number, members)
-        if divisible is not None:
-            self._split(divisible)
-        elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
-            tier = self._tiers[self._current]
-            name = self._forest.blocks[number].name
-            room_kept = self._room_beside(members)
-            self._refusals[tier.device] = Refusal(name, size, room_kept)
-            self._current += 1
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
         """What is to be split: a block tied to one that would fit alone, or the block itself."""

@@ -194,7 +194,13 @@ class Fp8Precision(Bf16):
         models = []
         for model, selection in selections:
             models.append(self.convert_model(model, selection))
-            self._tell(model, selection)
+            name = type(model).__name__
+            what = self.describe()
+            described = selection.describe()
+            self.choices += (Choice(f"fp8 layers of {name}", what, described),)
+            # Layers that were asked for and stay out are worth a line; the rest is in the plan.
+            if self.settings.is_main and selection.left:
+                write_notice(f"nbaccel: {name} in fp8 by {what}: {described}.\n")
         return replace(bundle, models=tuple(models))
 
     def select(self, model: nn.Module) -> LayerSelection:
@@ -218,11 +224,3 @@ class Fp8Precision(Bf16):
 
     def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
-
-    def _tell(self, model: nn.Module, selection: LayerSelection) -> None:
-        what = self.describe()
-        described = selection.describe()
-        self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
-        # Layers that were asked for and stay out are worth a line; the rest is in the plan.
-        if self.settings.is_main and selection.left:
-            write_notice(f"nbaccel: {type(model).__name__} in fp8 by {what}: {described}.\n")

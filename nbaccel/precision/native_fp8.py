@@ -141,10 +141,20 @@ class MsAmpFp8(NativeFp8):
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        if self._uses_package:
-            return self._by_package(bundle)
-        bundle = super().convert(bundle)
-        return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+        if not self._uses_package:
+            bundle = super().convert(bundle)
+            return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
+            raise ConfigError(
+                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
+                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
+                "Prepare them together, one pair at a time."
+            )
+        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
+        model, optimizer = msamp.initialize(
+            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
+        )
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
 
     def own_gradients(self, model: nn.Module) -> list[str]:
         return [name for name, weight in _scaled_weights(model) if weight.requires_grad]
@@ -198,19 +208,6 @@ class MsAmpFp8(NativeFp8):
         scaled_optimizer = ScaledAdam(optimizer, owners, first_values)
         self._optimizers.append(scaled_optimizer)
         return scaled_optimizer
-
-    def _by_package(self, bundle: Bundle) -> Bundle:
-        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
-            raise ConfigError(
-                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
-                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
-                "Prepare them together, one pair at a time."
-            )
-        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
-        model, optimizer = msamp.initialize(
-            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
-        )
-        return replace(bundle, models=(model,), optimizers=(optimizer,))
 
 
 def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:

@@ -83,7 +83,21 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision
     ) -> None:
         super().__init__(place)
-        _refuse_what_fails(place)
+        # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
+        if place.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise PlatformUnsupported(
+                f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, "
+                "whose fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+            )
+        # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
+        if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
+            raise PlatformUnsupported(
+                f"fsdp_plugin was given where {place.world_size} processes talk by gloo about "
+                f"tensors on {place.device} (workers that share a GPU do): the process would be "
+                "killed by torch when shards are put together. Launch at most one process per GPU, "
+                "with NCCL, or leave fsdp_plugin out: a GPU that is shared has no more memory by "
+                "sharding."
+            )
         self._settings = settings
         self._inner, self._root = _precision_policies(
             settings.mixed_precision_policy, precision.dtype
@@ -304,23 +318,6 @@ def _policy_dtype(dtype: Any) -> Any:
             "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
-
-
-def _refuse_what_fails(place: Place) -> None:
-    # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
-    if place.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise PlatformUnsupported(
-            f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
-            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
-        )
-    # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
-    if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
-        raise PlatformUnsupported(
-            f"fsdp_plugin was given where {place.world_size} processes talk by gloo about tensors "
-            f"on {place.device} (workers that share a GPU do): the process would be killed by "
-            "torch when shards are put together. Launch at most one process per GPU, with NCCL, "
-            "or leave fsdp_plugin out: a GPU that is shared has no more memory by sharding."
-        )
 
 
 def _refuse_meta_tensors(model: nn.Module) -> None:

@@ -89,7 +89,21 @@ class ReplicasStrategy(Strategy):
             if parameter.requires_grad and parameter.grad is not None
         ]
         if not self._device.average_gradients(gradients, self.place.world_size):
-            _check_gradients(gradients, self.place.world_size)
+            # gloo would add up what does not belong together, or wait for ever.
+            sizes = [gradient.numel() for gradient in gradients]
+            own_counts = torch.tensor([len(sizes), sum(sizes)])
+            all_counts = [torch.empty_like(own_counts) for _ in range(self.place.world_size)]
+            dist.all_gather(all_counts, own_counts)
+            if any(not torch.equal(counts, own_counts) for counts in all_counts):
+                by_process = ", ".join(
+                    f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
+                )
+                raise CollectiveMismatch(
+                    "The processes have gradients of different parameters "
+                    f"({by_process} of them): they cannot be averaged. Let every process use the "
+                    "same parts of the model in each step, or add 0 * parameter.sum() of the "
+                    "unused ones to the loss."
+                )
             average(gradients, self.place.world_size, by_host=True)
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
@@ -97,22 +111,6 @@ class ReplicasStrategy(Strategy):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.average_gradients()
-
-
-def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
-    # gloo would add up what does not belong together, or wait for ever.
-    own_counts = torch.tensor([len(gradients), sum(gradient.numel() for gradient in gradients)])
-    all_counts = [torch.empty_like(own_counts) for _ in range(world_size)]
-    dist.all_gather(all_counts, own_counts)
-    if any(not torch.equal(counts, own_counts) for counts in all_counts):
-        by_process = ", ".join(
-            f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
-        )
-        raise CollectiveMismatch(
-            f"The processes have gradients of different parameters ({by_process} of them): they "
-            "cannot be averaged. Let every process use the same parts of the model in each step, "
-            "or add 0 * parameter.sum() of the unused ones to the loss."
-        )
 
 
 def _take_weights_of_first(model: nn.Module) -> None:

@@ -66,7 +66,17 @@ def merge_fsdp_weights(
     """
     state = PartialState()
     if state.is_main_process:
-        folder = _shards_in(Path(checkpoint_dir))
+        folder = Path(checkpoint_dir)
+        if not (folder / ".metadata").exists():
+            inside = sorted(path.parent for path in folder.glob("pytorch_model_fsdp_*/.metadata"))
+            if len(inside) != 1:
+                raise ConfigError(
+                    f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one "
+                    f"model: found were {[path.name for path in inside] or 'none'}. Give the "
+                    "folder pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
+                    "state_dict_type='SHARDED_STATE_DICT'."
+                )
+            (folder,) = inside
         stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
             _write_merged_file(stored_tensors, read_into, Path(output_path))
@@ -83,19 +93,6 @@ def merge_fsdp_weights(
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()
-
-
-def _shards_in(folder: Path) -> Path:
-    if (folder / ".metadata").exists():
-        return folder
-    inside = sorted(path.parent for path in folder.glob("pytorch_model_fsdp_*/.metadata"))
-    if len(inside) == 1:
-        return inside[0]
-    raise ConfigError(
-        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
-        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
-        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
-    )
 
 
 def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:

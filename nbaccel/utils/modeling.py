@@ -74,7 +74,6 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """What scales losses under fp16, for this process's device."""
-    del distributed_type
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
 
 

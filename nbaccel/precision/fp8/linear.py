@@ -23,6 +23,7 @@ hand.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -220,30 +221,19 @@ class _Product(torch.autograd.Function):
         recipe: LayerRecipe = ctx.recipe
         _, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
         payload, inverse = recipe.stored(gradient, GRADIENT)
+        multiply = functools.partial(scaled_product, dtype=ctx.dtype, emulate=recipe.emulate)
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             if exact_input_gradient:
                 input_gradient = gradient.to(ctx.dtype) @ values_of(weight).to(ctx.dtype)
             else:
-                input_gradient = scaled_product(
-                    payload,
-                    weight.t(),
-                    (inverse, weight_inverse),
-                    ctx.dtype,
-                    emulate=recipe.emulate,
-                )
+                input_gradient = multiply(payload, weight.t(), (inverse, weight_inverse))
             input_gradient = input_gradient.to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             if exact_weight_gradient:
                 weight_gradient = gradient.to(ctx.dtype).t() @ values.to(ctx.dtype)
             else:
-                weight_gradient = scaled_product(
-                    payload.t(),
-                    values.t(),
-                    (inverse, input_inverse),
-                    ctx.dtype,
-                    emulate=recipe.emulate,
-                )
+                weight_gradient = multiply(payload.t(), values.t(), (inverse, input_inverse))
             weight_gradient = (
                 ScaledTensor.of(weight_gradient, recipe.weight_gradients)
                 if ctx.is_scaled

@@ -44,7 +44,18 @@ class ScaledAdam(Optimizer):
         owners: Mapping[int, int] | None = None,
         first_values: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        _check(given)
+        name = type(given).__name__
+        if not isinstance(given, (Adam, AdamW)):
+            raise ConfigError(
+                "MS-AMP's levels O2 and O3 keep Adam's moments in 8 and 16 bits, and this "
+                f"optimizer is {name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, "
+                'or opt_level="O1", which keeps any optimizer.'
+            )
+        if any(group.get("amsgrad") for group in given.param_groups):
+            raise ConfigError(
+                f"{name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
+                'not have. Leave amsgrad out, or give opt_level="O1".'
+            )
         super().__init__(given.param_groups, dict(given.defaults))
         # The very same list, so that a scheduler of the given optimizer sets these learning rates.
         self.param_groups = given.param_groups
@@ -83,8 +94,14 @@ class ScaledAdam(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and self._is_own(parameter):
                     self._step_one(parameter, group)
-        if self._owners:
-            self._send_weights()
+        for parameter in self._parameters() if self._owners else ():
+            owner = self._owners[id(parameter)]
+            if isinstance(parameter, ScaledTensor):
+                # gloo has no 8-bit floats.
+                dist.broadcast(parameter.payload.view(torch.uint8), owner)
+                dist.broadcast(parameter.inverse_scale, owner)
+            else:
+                dist.broadcast(parameter.detach(), owner)
         torch_private.mark_as_stepped(self.given)
         return loss
 
@@ -192,16 +209,6 @@ class ScaledAdam(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def _send_weights(self) -> None:
-        for parameter in self._parameters():
-            owner = self._owners[id(parameter)]
-            if isinstance(parameter, ScaledTensor):
-                # gloo has no 8-bit floats.
-                dist.broadcast(parameter.payload.view(torch.uint8), owner)
-                dist.broadcast(parameter.inverse_scale, owner)
-            else:
-                dist.broadcast(parameter.detach(), owner)
-
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with the float32 values of their FP16 masters; a collective where divided."""
@@ -249,18 +256,3 @@ def _packed(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
         }
         for number, entry in state.items()
     }
-
-
-def _check(given: Optimizer) -> None:
-    name = type(given).__name__
-    if not isinstance(given, (Adam, AdamW)):
-        raise ConfigError(
-            f"MS-AMP's levels O2 and O3 keep Adam's moments in 8 and 16 bits, and this optimizer "
-            f"is {name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, or "
-            'opt_level="O1", which keeps any optimizer.'
-        )
-    if any(group.get("amsgrad") for group in given.param_groups):
-        raise ConfigError(
-            f"{name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
-            'not have. Leave amsgrad out, or give opt_level="O1".'
-        )

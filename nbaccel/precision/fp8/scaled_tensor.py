@@ -203,29 +203,25 @@ class ScaledTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation of torch; see the module."""
+        options = dict(kwargs or {})
         way = _OWN_WAYS.get(func)
         if way is not None:
-            result = way(func, *args, **(kwargs or {}))
+            result = way(func, *args, **options)
             if result is not NotImplemented:
                 return result
-        return _compute_in_float32(func, args, kwargs or {})
-
-
-def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on the values, and store what it has written."""
-    plain_args = torch_private.replace_tensors(tuple(args), values_of)
-    plain_kwargs = torch_private.replace_tensors(dict(kwargs), values_of)
-    result = func(*plain_args, **plain_kwargs)
-    for position, name in torch_private.written_arguments(func):
-        if position < len(args):
-            written = _scaled_pairs(args[position], plain_args[position])
-        else:
-            written = _scaled_pairs(kwargs.get(name), plain_kwargs.get(name))
-        for stored_tensor, plain_tensor in written:
-            stored_tensor.store(plain_tensor)
-            # An operation in place returns its argument.
-            result = stored_tensor if result is plain_tensor else result
-    return result
+        plain_args = torch_private.replace_tensors(tuple(args), values_of)
+        plain_options = torch_private.replace_tensors(options, values_of)
+        result = func(*plain_args, **plain_options)
+        for position, name in torch_private.written_arguments(func):
+            if position < len(args):
+                written = _scaled_pairs(args[position], plain_args[position])
+            else:
+                written = _scaled_pairs(options.get(name), plain_options.get(name))
+            for stored_tensor, plain_tensor in written:
+                stored_tensor.store(plain_tensor)
+                # An operation in place returns its argument.
+                result = stored_tensor if result is plain_tensor else result
+        return result
 
 
 def values_of(leaf: Any) -> Any:

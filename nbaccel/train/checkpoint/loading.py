@@ -70,7 +70,12 @@ def load_state(
     `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
     it.
     """
-    device = _read_device(map_location, place)
+    if map_location not in {None, "cpu", "on_device"}:
+        raise TypeError(
+            f"load_state(map_location={shown(map_location)}) must be 'cpu' or 'on_device'. "
+            "States go where their model is in any case. Leave it out."
+        )
+    device = place.device if map_location == "on_device" else torch.device("cpu")
     text = f"load_state({str(folder)!r})"
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
@@ -110,15 +115,6 @@ def _judge_together(
         # Several processes may find the same problem in a common file: it is reported once.
         if texts := dict.fromkeys(text for answer in answers for text in answer[position]):
             raise error_class(*texts)
-
-
-def _read_device(map_location: str | None, place: Place) -> torch.device:
-    if map_location not in {None, "cpu", "on_device"}:
-        raise TypeError(
-            f"load_state(map_location={shown(map_location)}) must be 'cpu' or 'on_device'. "
-            "States go where their model is in any case. Leave it out."
-        )
-    return place.device if map_location == "on_device" else torch.device("cpu")
 
 
 _SHARD_REMEDIES = {
@@ -278,7 +274,13 @@ class _CheckpointLoad:
         self._optimizers = list(self._find_optimizers())
         # Each with the object that it is the state of.
         self._small = list(self._find_small_states())
-        self._loaders = dict(self._find_loaders())
+        self._loaders: dict[int, _SavedPart] = {}
+        for number, loader in self._parts.stateful_loaders():
+            name = files.loader_file(number, loader, self._place.rank)
+            path = self._existing_file(name, files.loader_file(number, loader))
+            if path is not None:
+                part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
+                self._loaders[number] = part
         self._large = list(self._find_large())
 
     def _existing_file(self, *file_names: str) -> Path | None:
@@ -388,14 +390,6 @@ class _CheckpointLoad:
     def _registered(self) -> Iterator[tuple[Path, Any]]:
         for number, custom_object in enumerate(self._parts.custom):
             yield self._folder / files.CUSTOM_OBJECT_FILE.format(number), custom_object
-
-    def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
-        for number, loader in self._parts.stateful_loaders():
-            name = files.loader_file(number, loader, self._place.rank)
-            path = self._existing_file(name, files.loader_file(number, loader))
-            if path is not None:
-                part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
-                yield number, part
 
     def _find_large(self) -> Iterator[_SavedPart]:
         for path, custom_object in self._registered():
