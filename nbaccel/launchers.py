@@ -15,6 +15,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.plan import Plan, registry, resolve
+from nbaccel.plan.topology import MOST_STEPS_VARIABLE
 from nbaccel.workers import template
 
 if TYPE_CHECKING:
@@ -244,26 +245,18 @@ def launch_configured(
     from nbaccel.calls import launch
 
     if config.compare is not None:
-        _measure_alone(function, args, config)
-    outcome: CallOutcome = launch.launch_plan(plan, function, args)
-    return _results_of(outcome)
-
-
-def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> None:
-    """Let one worker take some steps, which the report compares with; its weights are dropped."""
-    from nbaccel.calls import launch
-    from nbaccel.plan.topology import MOST_STEPS_VARIABLE
-
-    write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
-    alone = config.changed(
-        num_processes=1,
-        compare=None,
-        resume=None,
-        share_back=False,
-        start_method="template",
-        variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
-    )
-    launch.launch_plan(resolve(alone), function, args)
+        # The report compares with the steps of one worker, whose weights are dropped.
+        write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
+        alone = config.changed(
+            num_processes=1,
+            compare=None,
+            resume=None,
+            share_back=False,
+            start_method="template",
+            variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
+        )
+        launch.launch_plan(resolve(alone), function, args)
+    return _results_of(launch.launch_plan(plan, function, args))
 
 
 def _launch_in_pool(

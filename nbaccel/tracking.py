@@ -441,8 +441,7 @@ class MLflowTracker(ServiceTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers alone."""
-        numbers = dict(self._shown_values(values, (Real,)))
-        self.package.log_metrics(numbers, step=step, **kwargs)
+        self.package.log_metrics(dict(self._shown_values(values, (Real,))), step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         self.package.log_figure(figure, artifact_file, **save_kwargs)

@@ -103,7 +103,7 @@ def load_checkpoint_in_model(
             "version does not make. Load with from_pretrained(quantization_config=...) of "
             "transformers."
         )
-    tensors = arena.named_tensors(inner_model(model))
+    tensors = named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
@@ -508,7 +508,7 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
     problem, expected = outcome
     if problem is not None:
         raise problem
-    tensors = dict(arena.named_tensors(inner_model(model)))
+    tensors = dict(named_tensors(inner_model(model)))
     own_problems = []
     for name, shape in expected:
         tensor = tensors.get(name)

@@ -264,9 +264,8 @@ def infer_auto_device_map(
     # Accelerate splits the model itself, also where its class must not be split.
     is_whole = type(model).__name__ in whole_classes
     parts = [("", model)] if is_whole else list(_direct_parts("", model))
-    blocks = _list_blocks(parts, whole_classes, module_sizes)
     packing = block_packing.pack_blocks(
-        block_packing.BlockForest(blocks, tied_groups),
+        block_packing.BlockForest(_list_blocks(parts, whole_classes, module_sizes), tied_groups),
         _tiers_of(budgets),
         may_skip_ahead=fallback_allocation,
     )

@@ -139,13 +139,8 @@ class ExecutionOrder:
             steps.add((previous, coming))
             previous, coming = coming, self._expected(previous, coming)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExecutionOrder:
-        """An empty one: the blocks of a copied model register themselves when they run."""
-        copied = ExecutionOrder(self.window_bytes, self.prefetch)
-        memo[id(self)] = copied
-        return copied
-
     def __reduce__(self) -> tuple[type[ExecutionOrder], tuple[int, bool]]:
+        # A copy is empty: the blocks of a copied model register themselves when they run.
         return ExecutionOrder, (self.window_bytes, self.prefetch)
 
 

@@ -137,8 +137,7 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
         weight = layer.weight
         if isinstance(weight, ScaledTensor):
             if id(weight) not in plain_weights:
-                values = master_values(weight)
-                plain = nn.Parameter(values, requires_grad=weight.requires_grad)
+                plain = nn.Parameter(master_values(weight), requires_grad=weight.requires_grad)
                 plain_weights[id(weight)] = (cast("nn.Parameter", weight), plain)
             layer.weight = plain_weights[id(weight)][1]
         layer.__class__ = nn.Linear  # type: ignore[assignment]

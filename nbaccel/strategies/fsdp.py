@@ -292,13 +292,11 @@ def _precision_policies(
     policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """For submodules and for the model itself, which returns float32 unless the user says more."""
+    if isinstance(policy, Mapping):
+        dtypes = {name: _policy_dtype(value) for name, value in policy.items()}
+        policy = MixedPrecisionPolicy(**dtypes)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy, policy
-    if isinstance(policy, Mapping):
-        shared_policy = MixedPrecisionPolicy(
-            **{name: _policy_dtype(value) for name, value in policy.items()}
-        )
-        return shared_policy, shared_policy
     compute_dtype = dtype if policy is None else _policy_dtype(policy)
     if compute_dtype is None:
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()

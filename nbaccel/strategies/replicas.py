@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -71,11 +70,8 @@ class ReplicasStrategy(Strategy):
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
-    def join(
-        self, models: Iterable[nn.Module], **options: Any
-    ) -> AbstractContextManager[None] | None:
-        """See :meth:`Strategy.join`; None: every step needs every process."""
-        return None
+    def join(self, models: Iterable[nn.Module], **options: Any) -> None:
+        """See :meth:`Strategy.join`; always None: every step needs every process."""
 
     def average_gradients(self) -> None:
         """Average what backward passes have left since the last time; a collective."""

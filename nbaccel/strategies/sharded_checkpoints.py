@@ -366,19 +366,14 @@ class OwnPartCheckpoints:
                 "state_dict_type='FULL_STATE_DICT'."
             )
         # Made by all processes in the same order, also by those that are not in them.
-        all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
-        rank = dist.get_rank()
-        pairs = zip(all_groups, ranks_by_folder, strict=True)
-        own_groups = [group for group, ranks in pairs if rank in ranks]
+        groups = [(dist.new_group(list(ranks), backend="gloo"), ranks) for ranks in ranks_by_folder]
+        own_group = next(group for group, ranks in groups if dist.get_rank() in ranks)
         try:
             write_shards(
-                saved_content,
-                checkpoint_id=folder,
-                process_group=own_groups[0],
-                planner=_PartPlanner(),
+                saved_content, checkpoint_id=folder, process_group=own_group, planner=_PartPlanner()
             )
         finally:
-            dist.destroy_process_group(own_groups[0])
+            dist.destroy_process_group(own_group)
 
     def check_sharded(
         self,

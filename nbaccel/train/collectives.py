@@ -91,8 +91,7 @@ class Collectives:
 
     def gather_rows(self, tree: Any, rows: int | None, *, as_objects: bool = False) -> Any:
         """Like :meth:`gather`, or :meth:`gather_object` where there is no tensor, cut to length."""
-        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
-        if as_objects or not has_tensors:
+        if as_objects or not any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree)):
             objects: Any = self.gather_object(tree)
             # With one process it is what was given, which need not be a list.
             return objects[:rows] if isinstance(objects, Sequence) else objects

@@ -192,14 +192,6 @@ class CompileWatch:
             yield
         finally:
             self._enter_phase("")
-        self._end(shapes, number)
-
-    def _enter_phase(self, phase: str) -> None:
-        self.phase = phase
-        if reporter := metrics_reporter.current():
-            reporter.note_phase(phase)
-
-    def _end(self, shapes: _Shapes, number: int) -> None:
         counts = self._device.compile_counts() or self.counts
         has_compiled = counts.programs > self.counts.programs
         self.counts = counts
@@ -226,6 +218,11 @@ class CompileWatch:
                     "shapes that were met before. A Python number that changes from step to step "
                     "is part of the program: give it to the operation as a tensor on the device.",
                 )
+
+    def _enter_phase(self, phase: str) -> None:
+        self.phase = phase
+        if reporter := metrics_reporter.current():
+            reporter.note_phase(phase)
 
     def _tell(self, cause: str, text: str) -> None:
         # Without times, in which ranks differ: a line that all of them say is shown once.

@@ -185,8 +185,7 @@ class BatchSamplerShard(BatchSampler):
             yield share
 
     def _last_share(self, last_round: list[list[int]], first_round: list[list[int]]) -> Any:
-        is_short = len(last_round) < self.num_processes
-        if not last_round or (self.drop_last and is_short):
+        if not last_round or (self.drop_last and len(last_round) < self.num_processes):
             return None
         if self.drop_last or not self.even_batches:
             return last_round[self.process_index] if self.process_index < len(last_round) else None

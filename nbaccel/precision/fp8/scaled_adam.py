@@ -68,11 +68,7 @@ class ScaledAdam(Optimizer):
         for parameter, state in given.state.items():
             self.state[parameter] = self._stored_state(parameter, state)
         given.state.clear()
-        if self._owners:
-            self._make_masters(first_values or {})
-
-    def _make_masters(self, first_values: Mapping[int, torch.Tensor]) -> None:
-        for parameter in self._parameters():
+        for parameter in self._parameters() if self._owners else ():
             if not isinstance(parameter, ScaledTensor):
                 continue
             parameter.owner = self._owners[id(parameter)]
@@ -80,7 +76,7 @@ class ScaledAdam(Optimizer):
                 state = self.state[parameter]
                 if "step" not in state:
                     state.update(self._first_state(parameter))
-                values = first_values.get(id(parameter), parameter)
+                values = (first_values or {}).get(id(parameter), parameter)
                 state["master"] = parameter.master = ScaledTensor.of(_plain(values), FP16)
 
     @torch.no_grad()
@@ -184,8 +180,7 @@ class ScaledAdam(Optimizer):
         # Python's pickle, by which processes send objects, has no 8-bit floats.
         torch.save(_packed(super().state_dict()["state"]), own_state)
         parts: list[Any] = [None] * dist.get_world_size()
-        is_receiver = dist.get_rank() == to
-        dist.gather_object(own_state.getvalue(), parts if is_receiver else None, dst=to)
+        dist.gather_object(own_state.getvalue(), parts if dist.get_rank() == to else None, dst=to)
         self._consolidated = {}
         for part in filter(None, parts):
             self._consolidated |= torch.load(io.BytesIO(part), map_location="cpu")

@@ -79,11 +79,10 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 # huggingface_hub notes under which name a tied tensor was stored.
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            text = (
+            raise CheckpointDamaged(
                 f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
                 "checkpoint."
-            )
-            raise CheckpointDamaged(text) from error
+            ) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

@@ -380,14 +380,9 @@ def send_to_writers(
 
 def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Apply a function to every tensor; tied ones stay one, so that a file has them once."""
-    mapped_by_id: dict[int, torch.Tensor] = {}
-
-    def map_one(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in mapped_by_id:
-            mapped_by_id[id(tensor)] = fn(tensor)
-        return mapped_by_id[id(tensor)]
-
-    return map_tensors(map_one, tree)
+    tensors = {id(leaf): leaf for leaf in leaves(tree) if torch.is_tensor(leaf)}
+    mapped = {number: fn(tensor) for number, tensor in tensors.items()}
+    return map_tensors(lambda tensor: mapped[id(tensor)], tree)
 
 
 def check_is_own_part(folder: Path, place: Place) -> None:

@@ -179,8 +179,7 @@ class _StateWriter:
             name = files.loader_file(number, loader, place.rank)
             self._write(name, loader.state_dict, is_own=True)
         for number, scheduler in enumerate(self._parts.schedulers):
-            name = files.numbered_name(files.SCHEDULER_FILE, number)
-            self._write(name, scheduler.state_dict)
+            self._write(files.numbered_name(files.SCHEDULER_FILE, number), scheduler.state_dict)
         if self._parts.scaler is not None:
             self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
         precision = self._parts.precision_state
