@@ -123,17 +123,9 @@ def prepare_data_loader(
 
 # A loader's arguments, without those that say which samples are in a batch.
 _LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+    *("pin_memory_device", "in_order"),
 )
 
 
@@ -265,12 +257,10 @@ class _LoaderPreparation:
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 sampler.generator = torch.Generator().manual_seed(seed)
             self.synchronized = sampler.generator
+        batches = _index_batches(self.loader)
+        place, settings = self.place, self.settings
         shard = BatchSamplerShard(
-            _index_batches(self.loader),
-            self.place.world_size,
-            self.place.rank,
-            self.settings.split_batches,
-            self.settings.even_batches,
+            batches, place.world_size, place.rank, settings.split_batches, settings.even_batches
         )
         return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
 

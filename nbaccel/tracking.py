@@ -650,16 +650,8 @@ def _flatten_values(
 BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
     tracker.name: tracker
     for tracker in (
-        JsonlTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        TrackioTracker,
-        CometMLTracker,
-        AimTracker,
-        MLflowTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
+        *(JsonlTracker, TensorBoardTracker, WandBTracker, TrackioTracker, CometMLTracker),
+        *(AimTracker, MLflowTracker, ClearMLTracker, DVCLiveTracker, SwanLabTracker),
     )
 }
 """By the name that `log_with` gives them."""

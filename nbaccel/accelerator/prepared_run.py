@@ -359,14 +359,11 @@ class TrainingRun:
         )
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
-        expected_facts = _observed_facts(expected_place)
-        plan_training(asked, expected_facts)
+        expected = _observed_facts(expected_place)
+        plan_training(asked, expected)
         # Looked up for its refusal and dtype; the object is built for the device that was found.
         precision_class = registry.precision(
-            asked.mixed_precision,
-            asked.fp8,
-            expected_facts.device,
-            expected_facts.compute_capability,
+            asked.mixed_precision, asked.fp8, expected.device, expected.compute_capability
         )
         note = _downcast(request, precision_class, device_backend)
         place = distributed.init_process(device=device_backend.name, settings=process_group)

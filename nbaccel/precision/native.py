@@ -150,12 +150,9 @@ class _AutocastPrecision(Precision):
         # `__dict__`, because a compiled module passes attributes on to the module inside it.
         # Accelerate and its users look for the first forward under `_original_forward`.
         model.__dict__["_original_forward"] = forward
+        settings = self._settings
         model.__dict__["forward"] = AutocastForward(
-            forward,
-            self._device_type,
-            self.dtype,
-            self._settings.enabled,
-            self._settings.cache_enabled,
+            forward, self._device_type, self.dtype, settings.enabled, settings.cache_enabled
         )
 
     def unwrap_forward(self, model: nn.Module) -> None:

@@ -34,12 +34,8 @@ _RECIPE_CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 _RECIPE_SETTINGS = (
-    "margin",
-    "interval",
-    "fp8_format",
-    "amax_history_len",
-    "amax_compute_algo",
-    "override_linear_precision",
+    *("margin", "interval", "fp8_format"),
+    *("amax_history_len", "amax_compute_algo", "override_linear_precision"),
 )
 
 

@@ -272,8 +272,6 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
 
 name_own(
     globals(),
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "find_batch_size",
-    "send_to_device",
+    *("CannotPadNestedTensorWarning", "DistributedOperationException"),
+    *("find_batch_size", "send_to_device"),
 )

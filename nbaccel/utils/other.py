@@ -280,8 +280,6 @@ def write_basic_config(
 
 name_own(
     globals(),
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
+    *("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
     "wait_for_everyone",
 )

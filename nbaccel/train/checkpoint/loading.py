@@ -299,10 +299,10 @@ class _CheckpointLoad:
         if path is None:
             return None
         strategy = self._parts.strategy
+        inner = strategy.unwrap(model)
         left_out = self._left_out.get(number, frozenset())
 
         def check() -> None:
-            inner = strategy.unwrap(model)
             is_strict = bool(self._options.get("strict", True))
             if is_strict:
                 _refuse(path, _trained_problem(inner, left_out))
@@ -310,7 +310,6 @@ class _CheckpointLoad:
             _refuse(path, _model_problem(inner, saved, strict=is_strict, left_out=left_out))
 
         def load() -> None:
-            inner = strategy.unwrap(model)
             # One of the two models may be compiled, or have been, unlike the other.
             names = {uncompiled_name(name): name for name in inner.state_dict(keep_vars=True)}
             weights = {
