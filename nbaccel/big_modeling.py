@@ -422,9 +422,7 @@ def _dispatch(
         host_modules = [name for name, tier in device_map.items() if tier == HOST]
         held = extract_submodules_state_dict(model.state_dict(), host_modules)
     moved_tiers = (DISK,) if computes_on_host else _AWAY
-    execution_devices = {
-        name: main_device if tier in _AWAY else tier for name, tier in device_map.items()
-    }
+    devices = {name: main_device if tier in _AWAY else tier for name, tier in device_map.items()}
     tied_parameters = find_tied_parameters(model)
     tied = [model.get_parameter(names[0]) for names in tied_parameters]
     # Where copies of each on a device are noted, by its address. On `meta` all addresses are 0:
@@ -432,7 +430,7 @@ def _dispatch(
     storages: dict[int, PlacedTensors] = {it.data_ptr(): {} for it in tied if not it.is_meta}
     hooks.attach_align_device_hook_on_blocks(
         model,
-        execution_device={**execution_devices, "": main_device},
+        execution_device={**devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
         weights_map=weights_with(held),
         tied_params_map=storages,
@@ -493,15 +491,12 @@ def cpu_offload(
     Returns:
         The model, with its parameters on ``meta``.
     """
-    weights = (
-        {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
-        if state_dict is None
-        else state_dict
-    )
+    if state_dict is None:
+        state_dict = {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
     return _offload_all(
         model,
         execution_device,
-        weights,
+        state_dict,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
         prefetch=prefetch,

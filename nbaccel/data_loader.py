@@ -362,11 +362,9 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
         # Process 0 reads one batch per process in a round, so skipping a round skips that many.
         reads_whole_rounds = dispatches and not loader_settings.split_batches
         batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
-        remaining_batches = SkipBatchSampler(
-            _index_batches(base_loader), num_batches * batches_each
-        )
+        remaining = SkipBatchSampler(_index_batches(base_loader), num_batches * batches_each)
         base_loader = _rebuild_loader(
-            base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
+            base_loader, stateful=loader_settings.stateful, index_batches=remaining
         )
     own_class = loader_class(dispatches=dispatches, stateful=loader_settings.stateful)
     skipping_loader = own_class.around(

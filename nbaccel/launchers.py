@@ -213,10 +213,9 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
         return RunConfig(**given)
     if given:
         raise ConfigError(
-            f"config and {', '.join(given)} were both given, and one would silently "
-            "override the other. Use "
-            f"config.changed({', '.join(f'{name}=…' for name in given)}) "
-            "or leave config out."
+            f"config and {', '.join(given)} were both given, and one would silently override the "
+            f"other. Use config.changed({', '.join(f'{name}=…' for name in given)}) or leave "
+            "config out."
         )
     return run_config_of(config)
 
@@ -269,10 +268,9 @@ def _launch_in_pool(
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     mistakes = [
-        f"{name}={value!r} was asked for, but the pool's workers run "
-        f"with {name}={pool_settings[name]!r}, which cannot change while they live. Leave "
-        "it out, or use "
-        f"pool.restart(pool.config.changed({name}={value!r}))."
+        f"{name}={value!r} was asked for, but the pool's workers run with "
+        f"{name}={pool_settings[name]!r}, which cannot change while they live. Leave it out, or "
+        f"use pool.restart(pool.config.changed({name}={value!r}))."
         for name, value in config.model_dump().items()
         if value not in (defaults[name], pool_settings[name])
     ]

@@ -110,10 +110,10 @@ class AcceleratedOptimizer(Optimizer):
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)
-        if self._has_step_hook and not torch_private.scales_gradients_itself(self.optimizer):
+        if self._has_hook and not torch_private.scales_gradients_itself(self.optimizer):
             self._is_overflow = not self._has_stepped
         else:
-            self._is_overflow = _infinite_gradient_flag(scaler, self.optimizer)
+            self._is_overflow = _infinity_flag(scaler, self.optimizer)
         # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return result
@@ -198,19 +198,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def _watch_steps(self) -> None:
         # An optimizer around another may have no hooks of torch's: it skipped the constructor.
-        self._has_step_hook = self.scaler is not None and torch_private.has_step_hooks(
-            self.optimizer
-        )
-        if self._has_step_hook:
+        self._has_hook = self.scaler is not None and torch_private.has_step_hooks(self.optimizer)
+        if self._has_hook:
             self.optimizer.register_step_post_hook(self._note_step)
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True
 
 
-def _infinite_gradient_flag(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer
-) -> bool | torch.Tensor:
+def _infinity_flag(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | torch.Tensor:
     """The scaler's flag for an optimizer, a 0-d float tensor: above 0 for infinite gradients."""
     flags = torch_private.infinity_flags(scaler, optimizer)
     if not flags:

@@ -637,10 +637,8 @@ def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     return str(any_value)
 
 
-def _flatten_values(
-    nested_values: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for name, nested_value in nested_values.items():
+def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, nested_value in values.items():
         if isinstance(nested_value, Mapping):
             yield from _flatten_values(nested_value, f"{prefix}{name}.")
         else:

@@ -59,10 +59,7 @@ from nbaccel.plan.training_plan import (
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
-_HANDLER_KINDS = (
-    *(AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs),
-    Fp8Handler,
-)
+_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs, Fp8Handler)
 _Kind = TypeVar("_Kind")
 
 
@@ -96,10 +93,10 @@ class Handlers:
         by_kind: dict[Any, Any] = {}
         for handler in given_handlers or other_spelling or ():
             path = f"{type(handler).__module__}:{type(handler).__qualname__}"
-            kinds = [kind for kind in _HANDLER_KINDS if isinstance(handler, kind)]
+            kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
             kind: Any = path if path in of_strategies else next(iter(kinds), None)
             if kind is None:
-                known = [*(one.__name__ for one in _HANDLER_KINDS)]
+                known = [*(one.__name__ for one in _HANDLERS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
                     f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
@@ -398,11 +395,9 @@ def _downcast(request: Request, precision: type[Precision], device: Device) -> t
     """Let floats be shorter on the device, where that was asked for; what is to be said of it."""
     if not request.downcast_bf16:
         return ()
-    reason = (
-        device.downcast_floats()
-        if precision.dtype == torch.bfloat16
-        else f"mixed_precision={precision.name!r} does not compute in bfloat16"
-    )
+    reason = f"mixed_precision={precision.name!r} does not compute in bfloat16"
+    if precision.dtype == torch.bfloat16:
+        reason = device.downcast_floats()
     if not reason:
         return ()
     note = f"downcast_bf16=True has no effect: {reason}."
@@ -423,13 +418,11 @@ def _observed_facts(place: Place) -> ProcessFacts:
     )
 
 
-def _build_precision(
-    request: Request, place: Place, precision_name: str, plan: TrainingPlan
-) -> Precision:
+def _build_precision(request: Request, place: Place, name: str, plan: TrainingPlan) -> Precision:
     facts = _observed_facts(place)
     fp8 = request.asked.fp8 or Fp8Config()
     choice = fp8_backend(fp8.backend, device_row(facts.device), facts.compute_capability)
-    has_backends = precision_row(precision_name).has_backends
+    has_backends = precision_row(name).has_backends
     if has_backends and choice.row is not None and choice.row.recipes:
         fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
     precision_settings = PrecisionSettings(
@@ -445,6 +438,6 @@ def _build_precision(
         handlers=request.handlers.given,
     )
     precision_class = registry.precision(
-        precision_name, request.asked.fp8, facts.device, facts.compute_capability
+        name, request.asked.fp8, facts.device, facts.compute_capability
     )
     return precision_class.build(precision_settings)

@@ -395,11 +395,9 @@ def _is_scheduler(given_object: Any) -> bool:
     """Whether it sets learning rates: torch's kind, or one with torch's methods."""
     if isinstance(given_object, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
         return True
-    scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
     is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, AcceleratedScheduler, type))
-    return not is_other and all(
-        callable(getattr(given_object, name, None)) for name in scheduler_methods
-    )
+    return not is_other and all(callable(getattr(given_object, name, None)) for name in methods)
 
 
 def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:

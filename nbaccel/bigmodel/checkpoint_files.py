@@ -343,13 +343,11 @@ class WeightFiles:
             self._arenas[path] = Arena.of_file(path)
         return self._arenas[path]
 
-    def bring_in(
-        self, stored: CheckpointTensor, count_bytes: Callable[[int], object] = int
-    ) -> None:
+    def bring_in(self, stored: CheckpointTensor, count: Callable[[int], object] = int) -> None:
         """Read a tensor's bytes into memory now, and tell (by default nobody) how many."""
         mapped = self._span_of(stored)
         if mapped is None:
-            count_bytes(stored.num_bytes)
+            count(stored.num_bytes)
             return
         file_arena, first_byte, end_byte = mapped
         for portion_start in range(first_byte, end_byte, _PORTION_BYTES):
@@ -360,7 +358,7 @@ class WeightFiles:
                 # An older Linux: then the bytes are read when they are used.
                 if error.errno != errno.EINVAL:
                     raise
-            count_bytes(portion_end - portion_start)
+            count(portion_end - portion_start)
 
     def release(self, stored: CheckpointTensor) -> None:
         """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""

@@ -93,34 +93,29 @@ def get_max_memory(
             free.append((HOST, machine.host_available_bytes))
         return dict(free)
     mistakes = [
-        f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
-        "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
-        "'cpu' and 'disk'."
+        f"max_memory has a budget for {device!r}, which is no device: nothing could be put there. "
+        "Name accelerators by their numbers (0, 1, ...), and the others 'mps', 'cpu' and 'disk'."
         for device in max_memory
         if device not in NAMED_TIERS and not (type(device) is int and device >= 0)
     ]
-    parsed_budgets: dict[DeviceKey, int] = {}
+    budgets: dict[DeviceKey, int] = {}
     for device in sorted(max_memory, key=_tier_order):
         budget: Any = max_memory[device]
         try:
             # What is computed from a number of bytes is a float as often as not, be it infinite.
             is_float = isinstance(budget, float) and budget >= 0
-            parsed_budgets[device] = (
-                int(min(budget, sys.maxsize)) if is_float else parse_bytes(budget)
-            )
+            budgets[device] = int(min(budget, sys.maxsize)) if is_float else parse_bytes(budget)
         except ConfigError as error:
             mistakes.append(f"max_memory[{device!r}]: {error}")
     if mistakes:
         raise ConfigError(*mistakes)
     present = [device for device, _ in _accelerator_memory(machine)]
-    absent = [
-        device for device in parsed_budgets if is_accelerator(device) and device not in present
-    ]
+    absent = [device for device in budgets if is_accelerator(device) and device not in present]
     if absent:
         text = "max_memory names devices that are not available: %s; this machine has %s. A map "
         text += "that uses them can be made here, and followed only where they are."
         _log.warning(text, absent, present or "no accelerator")
-    return parsed_budgets
+    return budgets
 
 
 def _tier_order(device: Any) -> tuple[int, int]:

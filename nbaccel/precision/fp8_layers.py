@@ -178,7 +178,6 @@ class Fp8Precision(Bf16):
         super().__init__(settings.device, settings.autocast, settings.scaler)
         self.settings = settings
         self.fp8 = settings.fp8 or Fp8Config()
-        self.choices: tuple[Choice, ...] = ()  # what was decided while preparing
         # Optimizers hold the parameters that models had before; some are prepared later.
         self._became = WeakTensorKeyDictionary()
 

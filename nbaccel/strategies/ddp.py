@@ -138,15 +138,13 @@ class DdpStrategy(Strategy):
         arguments = {name: settings[name] for name in settings if name not in _NOT_TORCHS}
         device = self.place.device
         # torch refuses `device_ids` for a model on the CPU.
-        wrapped = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             model, device_ids=None if device.type == "cpu" else [device], **arguments
         )
-        self._compress(wrapped)
+        self._compress(ddp)
         if names:
-            self._precision.average_gradients(
-                model, lambda: bool(wrapped.require_backward_grad_sync)
-            )
-        return wrapped
+            self._precision.average_gradients(model, lambda: bool(ddp.require_backward_grad_sync))
+        return ddp
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; a collective where the precision keeps more digits."""

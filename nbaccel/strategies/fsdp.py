@@ -99,9 +99,7 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
                 "sharding."
             )
         self._settings = settings
-        self._inner, self._root = _precision_policies(
-            settings.mixed_precision_policy, precision.dtype
-        )
+        self._inner, self._root = _mixed_policies(settings.mixed_precision_policy, precision.dtype)
         # Not a WeakKeyDictionary: it compares keys with ==, for tensors element by element.
         self._became = WeakTensorKeyDictionary()
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -155,15 +153,12 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
                 _give_back(own_spans)
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
         new_parameters = dict(model.named_parameters(remove_duplicate=False))
-        for parameter_name, old_parameter in old_parameters.items():
+        for name, old_parameter in old_parameters.items():
             # A tied parameter has several names, but the collective below must run once for it.
-            if (
-                new_parameters[parameter_name] is not old_parameter
-                and old_parameter not in self._became
-            ):
-                self._became[old_parameter] = new_parameters[parameter_name]
+            if new_parameters[name] is not old_parameter and old_parameter not in self._became:
+                self._became[old_parameter] = new_parameters[name]
                 if not equal:
-                    optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
+                    optimizer_shards.refill_parameter(new_parameters[name], old_parameter)
                 _give_back([old_spans[id(old_parameter)]])
         # In the model's order: a set has another one in every process.
         unsharded = [parameter for parameter in model.parameters() if parameter in ignored_set]
@@ -256,10 +251,8 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
-        set_model_state_dict(
-            model, dict(state) if self.place.is_main else {}, options=state_options
-        )
+        settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+        set_model_state_dict(model, dict(state) if self.place.is_main else {}, options=settings)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`; in host memory, empty but on process 0."""
@@ -288,7 +281,7 @@ def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
             mapped_files.drop_pages(*span, keep_written=True)
 
 
-def _precision_policies(
+def _mixed_policies(
     policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """For submodules and for the model itself, which returns float32 unless the user says more."""

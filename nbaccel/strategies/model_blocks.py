@@ -110,18 +110,16 @@ def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> se
     return {id(module) for module in model.modules() if type(module).__name__ in classes}
 
 
-def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int:
+def _by_size(module: nn.Module, least_size: int, large: set[int]) -> int:
     """Collect large modules, innermost first; returns what is left to outer ones."""
     from torch import nn
 
     size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    remaining_size = size + sum(
-        _by_size(child, least_size, large_modules) for child in module.children()
-    )
+    remaining_size = size + sum(_by_size(child, least_size, large) for child in module.children())
     # Containers have no forward, so the hooks that gather parameters would never run.
     if remaining_size < least_size or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return remaining_size
-    large_modules.add(id(module))
+    large.add(id(module))
     return 0
 
 

@@ -95,10 +95,9 @@ class ReplicasStrategy(Strategy):
                     f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
                 )
                 raise CollectiveMismatch(
-                    "The processes have gradients of different parameters "
-                    f"({by_process} of them): they cannot be averaged. Let every process use the "
-                    "same parts of the model in each step, or add 0 * parameter.sum() of the "
-                    "unused ones to the loss."
+                    f"The processes have gradients of different parameters ({by_process} of them): "
+                    "they cannot be averaged. Let every process use the same parts of the model in "
+                    "each step, or add 0 * parameter.sum() of the unused ones to the loss."
                 )
             average(gradients, self.place.world_size, by_host=True)
 

@@ -433,9 +433,8 @@ class OwnPartCheckpoints:
             # DCP reads only into given tensors; an optimizer that has not stepped has none.
             content.update(_optimizer_slots(optimizer, folder, metadata))
         read_entries(content, folder, metadata)
-        set_model_state_dict(
-            model, content.pop("model"), options=StateDictOptions(strict=not left_out)
-        )
+        options = StateDictOptions(strict=not left_out)
+        set_model_state_dict(model, content.pop("model"), options=options)
         if optimizer is not None:
             param_groups = _nest_entries(_GROUPS_PREFIX, content)
             optimizer.load_state_dict(
@@ -464,9 +463,8 @@ class _PartPlanner(DefaultSavePlanner):
 
 def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     # torch's function gives names without the prefixes of wrappers.
-    return {
-        name: value for name, value in get_model_state_dict(model).items() if name not in left_out
-    }
+    state = get_model_state_dict(model)
+    return {name: value for name, value in state.items() if name not in left_out}
 
 
 def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:

@@ -132,9 +132,8 @@ class DataLoaderDispatcher(PreparedLoader):
             rows_each = math.ceil(num_rows / world_size)
             while 0 < (trees.find_batch_size(batch) or 0) < rows_each * world_size:
                 batch = trees.concatenate([batch, first_rows])
-            yield self._slice_batch(
-                batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
-            )
+            first_row = place.rank * rows_each
+            yield self._slice_batch(batch, slice(first_row, first_row + rows_each))
 
     def _slice_batch(self, batch: Any, rows: slice) -> Any:
         if self.slice_fn is None:

@@ -426,13 +426,11 @@ class PreparedLoader(DataLoader[Any]):
     def _moved(self, batch: Any) -> Any:
         settings = self.settings
         # Where operations are queued, the device still computes the step before.
-        moved_batch = send_to_device(
-            batch, settings.device or "cpu", non_blocking=settings.non_blocking
-        )
+        moved = send_to_device(batch, settings.device or "cpu", non_blocking=settings.non_blocking)
         if settings.place_batch is not None:
-            for tensor in leaves(moved_batch):
+            for tensor in leaves(moved):
                 settings.place_batch(tensor)
-        return moved_batch
+        return moved
 
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""

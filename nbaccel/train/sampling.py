@@ -193,11 +193,9 @@ class BatchSamplerShard(BatchSampler):
             batches = itertools.chain(last_round, itertools.cycle(first_round))
             return next(itertools.islice(batches, self.process_index, None))
         # `cycle`, because the whole epoch may be shorter than what is missing in its only round.
-        sample_indices = itertools.chain(
-            *last_round, itertools.cycle(list(itertools.chain(*first_round)))
-        )
+        indices = itertools.chain(*last_round, itertools.cycle(list(itertools.chain(*first_round))))
         first_sample = self.process_index * self.batch_size
-        return list(itertools.islice(sample_indices, first_sample, first_sample + self.batch_size))
+        return list(itertools.islice(indices, first_sample, first_sample + self.batch_size))
 
 
 class SkipBatchSampler(BatchSampler):

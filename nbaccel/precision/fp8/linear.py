@@ -252,11 +252,9 @@ class Fp8Linear(nn.Linear):
         if not (self.training or self.fp8_recipe.in_evaluation):
             return nn.functional.linear(values, values_of(self.weight), self.bias)
         device_type = values.device.type
-        dtype = (
-            torch.get_autocast_dtype(device_type)
-            if torch.is_autocast_enabled(device_type)
-            else values.dtype
-        )
+        dtype = values.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         rows = values.reshape(-1, values.shape[-1])
         # Autocast would cast the products' arguments once more.
         with torch.autocast(device_type, enabled=False):

@@ -197,11 +197,9 @@ def _rename_into_place(partial_folder: Path, target: Path) -> None:
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
-    for old_path in old_folder.iterdir():
-        if not files.is_checkpoint_part(old_path.name) and not os.path.lexists(
-            new_folder / old_path.name
-        ):
-            old_path.rename(new_folder / old_path.name)
+    for path in old_folder.iterdir():
+        if not files.is_checkpoint_part(path.name) and not os.path.lexists(new_folder / path.name):
+            path.rename(new_folder / path.name)
     discard_checkpoint(old_folder, new_folder.name)
 
 

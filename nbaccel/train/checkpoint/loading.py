@@ -328,13 +328,11 @@ class _CheckpointLoad:
         """A folder of which every process reads a part: a model, with an optimizer or without."""
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
-        ranks_there, _ = folder_writing.ranks_and_hosts(self._folder)
+        ranks, _ = folder_writing.ranks_and_hosts(self._folder)
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
-            sharder.check_sharded(
-                model, optimizer, path, left_out=left_out, ranks_there=ranks_there
-            )
+            sharder.check_sharded(model, optimizer, path, left_out=left_out, ranks_there=ranks)
 
         load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
         return _SavedPart(path=path, check=check, load=load)

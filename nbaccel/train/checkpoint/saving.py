@@ -86,10 +86,8 @@ class CheckpointParts:
         """Restore what :meth:`gradients` gave; other parameters get no gradient."""
         for number, model in enumerate(self.models):
             for name, parameter in self.strategy.unwrap(model).named_parameters():
-                saved_gradient = saved_gradients.get(number, {}).get(name)
-                parameter.grad = (
-                    None if saved_gradient is None else saved_gradient.to(parameter.device)
-                )
+                saved = saved_gradients.get(number, {}).get(name)
+                parameter.grad = None if saved is None else saved.to(parameter.device)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The first optimizer that steps a model's parameters; its shards lie with the model's."""
@@ -172,7 +170,7 @@ class _StateWriter:
     def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
         self._write_models(hooks, safetensors)
         if self._writes_shared and any(self._left_out.values()):
-            self._attempt_step(partial(files.write_left_out, self._folder, self._left_out))
+            self._attempt(partial(files.write_left_out, self._folder, self._left_out))
         self._write_optimizers()
         for number, loader in self._parts.stateful_loaders():
             # Each process has workers, random numbers and a part of the data of its own.
@@ -215,7 +213,7 @@ class _StateWriter:
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
-            self._attempt_step(partial(save_hook, remaining_models, states, str(self._folder)))
+            self._attempt(partial(save_hook, remaining_models, states, str(self._folder)))
         # Numbered as the hooks left the list, which may have removed entries.
         base_name = files.SAFE_WEIGHTS if safetensors else files.PICKLED_WEIGHTS
         for number, state in enumerate(states):
@@ -262,11 +260,9 @@ class _StateWriter:
         """Write a state, or what makes it: a file of every process, or one per folder."""
         if is_own or self._writes_shared:
             path = self._folder / file_name
-            self._attempt_step(
-                lambda: save(state() if callable(state) else state, path, safetensors)
-            )
+            self._attempt(lambda: save(state() if callable(state) else state, path, safetensors))
 
-    def _attempt_step(self, step: Callable[[], None]) -> None:
+    def _attempt(self, step: Callable[[], None]) -> None:
         if self._met_errors:
             return
         try:
