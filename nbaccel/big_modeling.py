@@ -366,9 +366,8 @@ def dispatch_model(
                 "load_checkpoint_and_dispatch, which reads the checkpoint's own files."
             )
         if offload_dir is not None and offload_index is None and not _has_index(offload_dir):
-            offload_state_dict(
-                offload_dir, extract_submodules_state_dict(model.state_dict(), disk_modules)
-            )
+            weights = extract_submodules_state_dict(model.state_dict(), disk_modules)
+            offload_state_dict(offload_dir, weights)
 
     def weights_with(held: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         held = {**held, **(state_dict or {})}

@@ -344,31 +344,28 @@ def skip_first_batches(
         return _skip_prepared_batches(dataloader, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         return _DroppingLoader(dataloader, num_batches)
-    remaining_batches = SkipBatchSampler(_index_batches(dataloader), num_batches)
-    return _rebuild_loader(
-        dataloader, stateful=hasattr(dataloader, "state_dict"), index_batches=remaining_batches
-    )
+    remaining = SkipBatchSampler(_index_batches(dataloader), num_batches)
+    stateful = hasattr(dataloader, "state_dict")
+    return _rebuild_loader(dataloader, stateful=stateful, index_batches=remaining)
 
 
 def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     skipped = loader.settings.skip_batches + num_batches
     loader_settings = replace(loader.settings, skip_batches=skipped)
-    base_loader = loader.base
+    base = loader.base
     num_dropped = loader.batches_to_drop
     dispatches = isinstance(loader, DataLoaderDispatcher)
-    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
+    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base):
         num_dropped += num_batches
     else:
         # Process 0 reads one batch per process in a round, so skipping a round skips that many.
         reads_whole_rounds = dispatches and not loader_settings.split_batches
         batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
-        remaining = SkipBatchSampler(_index_batches(base_loader), num_batches * batches_each)
-        base_loader = _rebuild_loader(
-            base_loader, stateful=loader_settings.stateful, index_batches=remaining
-        )
+        remaining = SkipBatchSampler(_index_batches(base), num_batches * batches_each)
+        base = _rebuild_loader(base, stateful=loader_settings.stateful, index_batches=remaining)
     own_class = loader_class(dispatches=dispatches, stateful=loader_settings.stateful)
     skipping_loader = own_class.around(
-        base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
+        base, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
     )
     if isinstance(loader, DataLoaderDispatcher):
         vars(skipping_loader)["slice_fn"] = loader.slice_fn

@@ -480,10 +480,8 @@ class AlignDevicesHook(ModelHook):
         target = self._target()
         if target is None:
             return args, kwargs
-        return (
-            send_to_device(args, target),
-            send_to_device(kwargs, target, skip_keys=self.skip_keys),
-        )
+        moved_kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
+        return send_to_device(args, target), moved_kwargs
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:

@@ -576,13 +576,11 @@ class ClearMLTracker(ServiceTracker):
         Without a step a number stands alone.
         """
         logger = self.run.get_logger()
-        for value_name, logged_value in self._shown_values(values, (Real,)):
+        for name, value in self._shown_values(values, (Real,)):
             if step is None:
-                logger.report_single_value(name=value_name, value=logged_value, **kwargs)
+                logger.report_single_value(name=name, value=value, **kwargs)
             else:
-                logger.report_scalar(
-                    **_plot_names(value_name), value=logged_value, iteration=step, **kwargs
-                )
+                logger.report_scalar(**_plot_names(name), value=value, iteration=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images, as arrays or of PIL, by name."""

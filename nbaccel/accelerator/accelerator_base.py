@@ -112,10 +112,8 @@ class RunDescription(ProcessInfo):
         """The library that computes in fp8; None where nothing does."""
         if not precision_row(self.mixed_precision).has_backends:
             return None
-        return next(
-            (str(choice.value) for choice in self.plan.choices if choice.name == "fp8.backend"),
-            None,
-        )
+        choices = self.plan.choices
+        return next((str(one.value) for one in choices if one.name == "fp8.backend"), None)
 
     dataloader_config: handlers.DataLoaderConfiguration = shows("_run.request.data")
     """How loaders are shared out."""

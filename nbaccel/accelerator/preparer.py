@@ -129,10 +129,9 @@ class Preparer(RunDescription):
             rng_types=self.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
-        if self._run.strategy.place_batch is not None and to_device:
-            prepared_loader.settings = replace(
-                prepared_loader.settings, place_batch=self._run.strategy.place_batch
-            )
+        place_batch = self._run.strategy.place_batch
+        if place_batch is not None and to_device:
+            prepared_loader.settings = replace(prepared_loader.settings, place_batch=place_batch)
         _mark(prepared_loader)
         self._dataloaders.append(prepared_loader)
         return prepared_loader
@@ -264,11 +263,8 @@ class Preparer(RunDescription):
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
                     "without device_map, or train in one process."
                 )
-            loaded_in = [
-                name
-                for name in ("is_loaded_in_8bit", "is_loaded_in_4bit")
-                if getattr(model, name, False)
-            ]
+            flags = ("is_loaded_in_8bit", "is_loaded_in_4bit")
+            loaded_in = [name for name in flags if getattr(model, name, False)]
             host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
             if loaded_in and host:
                 raise ConfigError(

@@ -367,9 +367,8 @@ def _report_empty_devices(packing: block_packing.Packing) -> None:
 
 
 def _check_room_for_buffers(packing: block_packing.Packing, sizes: Mapping[str, float]) -> None:
-    buffer_bytes = sum(
-        sizes.get(name, 0) for name, device in packing.devices.items() if not is_accelerator(device)
-    )
+    away = [name for name, device in packing.devices.items() if not is_accelerator(device)]
+    buffer_bytes = sum(sizes.get(name, 0) for name in away)
     spare_bytes = [
         tier.budget - packing.held[tier.device] - packing.largest_kept_away * tier.keeps_room
         for tier in packing.tiers

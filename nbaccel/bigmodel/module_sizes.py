@@ -286,9 +286,8 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
     ties_words = getattr(text_config, "tie_word_embeddings", False)
     outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
-    ties_halves = all(
-        getattr(model_config, name, False) for name in ("is_encoder_decoder", "tie_encoder_decoder")
-    )
+    flags = ("is_encoder_decoder", "tie_encoder_decoder")
+    ties_halves = all(getattr(model_config, name, False) for name in flags)
     ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
     return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
 

@@ -151,9 +151,8 @@ class MsAmpFp8(NativeFp8):
                 "Prepare them together, one pair at a time."
             )
         msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
-        model, optimizer = msamp.initialize(
-            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
-        )
+        (model,), (optimizer,) = bundle.models, bundle.optimizers
+        model, optimizer = msamp.initialize(model, optimizer, opt_level=self.fp8.opt_level)
         return replace(bundle, models=(model,), optimizers=(optimizer,))
 
     def own_gradients(self, model: nn.Module) -> list[str]:
@@ -211,8 +210,5 @@ class MsAmpFp8(NativeFp8):
 
 
 def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:
-    return (
-        (name, weight)
-        for name, weight in model.named_parameters()
-        if isinstance(weight, ScaledTensor)
-    )
+    named = model.named_parameters()
+    return ((name, weight) for name, weight in named if isinstance(weight, ScaledTensor))

@@ -138,9 +138,8 @@ class DdpStrategy(Strategy):
         arguments = {name: settings[name] for name in settings if name not in _NOT_TORCHS}
         device = self.place.device
         # torch refuses `device_ids` for a model on the CPU.
-        ddp = DistributedDataParallel(
-            model, device_ids=None if device.type == "cpu" else [device], **arguments
-        )
+        device_ids = None if device.type == "cpu" else [device]
+        ddp = DistributedDataParallel(model, device_ids=device_ids, **arguments)
         self._compress(ddp)
         if names:
             self._precision.average_gradients(model, lambda: bool(ddp.require_backward_grad_sync))

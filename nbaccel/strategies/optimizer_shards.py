@@ -65,10 +65,9 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     device_mesh = parameter.device_mesh
     placements = parameter.placements if value.shape == parameter.shape else [Replicate()]
     # On the mesh's device type, where its backend works: NCCL cannot send from host memory.
-    distributed_value = distribute_tensor(
-        value.detach().to(device_mesh.device_type), device_mesh, placements
-    )
-    return distributed_value.to(parameter.device)  # host memory, where shards are offloaded
+    on_device = value.detach().to(device_mesh.device_type)
+    # Host memory is the parameter's device where shards are offloaded.
+    return distribute_tensor(on_device, device_mesh, placements).to(parameter.device)
 
 
 def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> None:

@@ -351,10 +351,9 @@ class OwnPartCheckpoints:
         saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
         if optimizer is not None:
             optimizer_state = optimizer.state_dict()
-            saved_content.update(
-                _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
-            )
-            saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
+            param_groups = dict(enumerate(optimizer_state["param_groups"]))
+            saved_content |= _flatten_entries(_GROUPS_PREFIX, param_groups)
+            saved_content |= _flatten_entries(_STATE_PREFIX, optimizer_state["state"])
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return

@@ -77,9 +77,8 @@ class Collectives:
         # Detached only where it must be: a new object may be freed last by a thread of gloo, which
         # waits for Python's lock then.
         local_rows = _as_sent(rows.detach() if rows.requires_grad else rows)
-        all_rows = local_rows.new_empty(
-            (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
-        )
+        num_rows = self.place.world_size * local_rows.shape[0]
+        all_rows = local_rows.new_empty((num_rows, *local_rows.shape[1:]))
         _all_gather(_copyable(all_rows), _copyable(local_rows))
         return all_rows.to(tensor.device)
 

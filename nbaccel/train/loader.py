@@ -448,11 +448,9 @@ class PreparedLoader(DataLoader[Any]):
                 )
             self.set_epoch(position.epoch)
             continues_epoch = settings.stateful and not settings.skip_batches and is_resumed
-            skipped_batches = (
-                restored_state["batches_seen"] if continues_epoch else settings.skip_batches
-            )
+            skipped = restored_state["batches_seen"] if continues_epoch else settings.skip_batches
             # After they are synchronised: the order is drawn from the states that are kept.
-            position.begin_epoch(skipped_batches)
+            position.begin_epoch(skipped)
             # Before its next iterator is made, when torchdata applies a loaded state.
             if continues_epoch and restored_state["base"] is not None:
                 self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]

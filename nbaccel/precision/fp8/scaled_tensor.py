@@ -231,10 +231,9 @@ def values_of(leaf: Any) -> Any:
 
 def _scaled_pairs(stored: Any, plain: Any) -> Iterator[tuple[ScaledTensor, torch.Tensor]]:
     # Operations on many tensors (`_foreach_mul_`) write lists.
-    stored_items, plain_items = (
-        (stored, plain) if isinstance(stored, (list, tuple)) else ([stored], [plain])
-    )
-    for stored_item, plain_item in zip(stored_items, plain_items, strict=True):
+    if not isinstance(stored, (list, tuple)):
+        stored, plain = [stored], [plain]
+    for stored_item, plain_item in zip(stored, plain, strict=True):
         if isinstance(stored_item, ScaledTensor):
             yield stored_item, plain_item
 
