@@ -197,15 +197,15 @@ class TensorBoardTracker(GeneralTracker):
         from torch.utils.tensorboard.summary import hparams
 
         flat_values = dict(_flatten_values(_plain_value(values)))
+        as_is = (bool, int, float)
         shown_values = {
-            name: value if isinstance(value, (bool, int, float)) else str(value)
-            for name, value in flat_values.items()
+            n: it if isinstance(it, as_is) else str(it) for n, it in flat_values.items()
         }
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
             self.writer.file_writer.add_summary(summary)
         self.tracker.flush()
-        yaml_text = yaml.safe_dump(flat_values, sort_keys=False)
+        yaml_text = yaml.safe_dump(flat, sort_keys=False)
         (self.logging_dir / "hparams.yml").write_text(yaml_text, encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -220,11 +220,8 @@ def _accumulation_settings(
             f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
             "number of batches in one optimizer step. Give 1 to step after every batch."
         )
-    if (
-        accumulation_plugin is not None
-        and num_steps is not None
-        and accumulation_plugin.num_steps not in (None, num_steps)
-    ):
+    plugin_steps = None if accumulation_plugin is None else accumulation_plugin.num_steps
+    if num_steps is not None and plugin_steps not in (None, num_steps):
         raise _two_given(
             f"gradient_accumulation_steps={num_steps}",
             f"gradient_accumulation_plugin={accumulation_plugin}",

@@ -106,10 +106,8 @@ class BlockForest:
         for tied_names in tied_groups:
             self._add_ties(tied_names)
         # The blocks that are layers, the largest first.
-        self.layers = sorted(
-            (number for number, block in enumerate(self.blocks) if block.is_layer),
-            key=lambda number: (-self.blocks[number].size, number),
-        )
+        layers = [number for number, block in enumerate(self.blocks) if block.is_layer]
+        self.layers = sorted(layers, key=lambda number: (-self.blocks[number].size, number))
 
     def size_of(self, numbers: Iterable[int]) -> float:
         """Bytes of several blocks."""

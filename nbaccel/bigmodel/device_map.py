@@ -352,11 +352,8 @@ def _too_small_text(packing: block_packing.Packing) -> str:
 
 
 def _report_empty_devices(packing: block_packing.Packing) -> None:
-    needs = {
-        device: refusal.size + refusal.room_kept
-        for device, refusal in packing.refusals.items()
-        if not packing.held[device]
-    }
+    refusals = packing.refusals.items()
+    needs = {device: it.size + it.room_kept for device, it in refusals if not packing.held[device]}
     if needs:
         _log.info(
             "Nothing was put on %s, because of insufficient memory for the block whose turn it "

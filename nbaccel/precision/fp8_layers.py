@@ -51,11 +51,8 @@ class LayerSelection:
 
 def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelection:
     """Choose the linear layers that can compute in 8 bits."""
-    layers = {
-        name or type(model).__name__: layer
-        for name, layer in model.named_modules()
-        if type(layer) in (nn.Linear, Fp8Linear)
-    }
+    linear = [(n, it) for n, it in model.named_modules() if type(it) in (nn.Linear, Fp8Linear)]
+    layers = {name or type(model).__name__: layer for name, layer in linear}
     ends = (*layers,)[:1] + (*layers,)[-1:] if skip_first_and_last else ()
     left: dict[str, str] = {}
     for name, layer in layers.items():

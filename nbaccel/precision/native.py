@@ -173,12 +173,9 @@ class _AutocastPrecision(Precision):
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         if self.dtype is None:
             return super().autocast(settings)
-        autocast_settings = settings or self._settings
+        given = settings or self._settings
         return torch.autocast(
-            self._device_type,
-            self.dtype,
-            autocast_settings.enabled,
-            cache_enabled=autocast_settings.cache_enabled,
+            self._device_type, self.dtype, given.enabled, cache_enabled=given.cache_enabled
         )
 
 

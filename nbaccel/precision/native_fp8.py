@@ -64,11 +64,8 @@ class NativeFp8(Fp8Precision):
 
     def state_dict(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """See :meth:`Precision.state_dict`: histories and scales by number of the model."""
-        return {
-            str(number): self._histories[model].state_dict()
-            for number, model in enumerate(models)
-            if model in self._histories
-        }
+        known = [(n, model) for n, model in enumerate(models) if model in self._histories]
+        return {str(number): self._histories[model].state_dict() for number, model in known}
 
     def load_state_dict(self, models: Iterable[nn.Module], state: Mapping[str, Any]) -> None:
         for number, model in enumerate(models):
@@ -194,10 +191,8 @@ class MsAmpFp8(NativeFp8):
                 f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
                 "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
             )
-        first_values = {
-            id(replacement): parameter.detach()
-            for parameter, replacement in follow_parameters(optimizer, self._became.get)
-        }
+        followed = follow_parameters(optimizer, self._became.get)
+        first_values = {id(replacement): parameter.detach() for parameter, replacement in followed}
         if self.fp8.opt_level == "O1":
             return optimizer
         owners: dict[int, int] = {}

@@ -40,11 +40,8 @@ class TorchaoFp8(Fp8Precision):
         self._filter = self._handler.module_filter_func
         self.needs_layers = self._filter is None
         # torchao has it for one scale per tensor; without FSDP nothing is gathered.
-        self._gathers_in_fp8 = (
-            settings.is_sharded
-            and self.fp8.enable_fsdp_float8_all_gather
-            and self.fp8.recipe == "current"
-        )
+        is_wanted = settings.is_sharded and self.fp8.enable_fsdp_float8_all_gather
+        self._gathers_in_fp8 = is_wanted and self.fp8.recipe == "current"
 
     @cached_property
     def _configuration(self) -> Any:

@@ -78,12 +78,8 @@ class ReplicasStrategy(Strategy):
         if not self._has_new_gradients:
             return
         self._has_new_gradients = False
-        gradients = [
-            parameter.grad
-            for model in self._models
-            for parameter in model.parameters()
-            if parameter.requires_grad and parameter.grad is not None
-        ]
+        parameters = [p for model in self._models for p in model.parameters() if p.requires_grad]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not self._device.average_gradients(gradients, self.place.world_size):
             # gloo would add up what does not belong together, or wait for ever.
             sizes = [gradient.numel() for gradient in gradients]

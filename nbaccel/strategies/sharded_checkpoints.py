@@ -283,10 +283,8 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         # An extension of the user's has compressed the others, so they are no archives.
         if not info.transform_descriptors
     )
-    files_with_entries = [
-        (file_name, list(file_entries))
-        for file_name, file_entries in itertools.groupby(stored_entries, key=lambda entry: entry[0])
-    ]
+    by_file = itertools.groupby(stored_entries, key=lambda entry: entry[0])
+    files_with_entries = [(file_name, list(file_entries)) for file_name, file_entries in by_file]
     entries = metadata.state_dict_metadata.items()
     plain_names = {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
     return [
@@ -398,11 +396,8 @@ class OwnPartCheckpoints:
             and isinstance(entry_metadata, TensorStorageMetadata)
         }
         model_tensors = _model_slots(model, left_out)
-        expected_shapes = {
-            name: tuple(value.shape)
-            for name, value in model_tensors.items()
-            if isinstance(value, torch.Tensor)
-        }
+        tensors = {n: it for n, it in model_tensors.items() if isinstance(it, torch.Tensor)}
+        expected_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = expected_shapes.items()
         other_names = [name for name, shape in expected if saved_shapes.get(name) != shape]
         if other_names:

@@ -259,10 +259,9 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
     for first_element in range(0, integers.numel(), _CHUNK_ELEMENTS):
         chunk = integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
         # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
-        weighted_sum += (
-            chunk
-            * torch.arange(first_element + 1, first_element + 1 + len(chunk), device=chunk.device)
-        ).sum()
+        first = first_element + 1
+        positions = torch.arange(first, first + len(chunk), device=chunk.device)
+        weighted_sum += (chunk * positions).sum()
     return int(weighted_sum)
 
 

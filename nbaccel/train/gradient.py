@@ -232,11 +232,8 @@ class CompileWatch:
 
 
 def _shapes_of(batch: Any) -> _Shapes:
-    return tuple(
-        (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-        for leaf in leaves(batch)
-        if isinstance(leaf, torch.Tensor)
-    )
+    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    return tuple((str(it.dtype).removeprefix("torch."), tuple(it.shape)) for it in tensors)
 
 
 def _describe(shapes: _Shapes) -> str:

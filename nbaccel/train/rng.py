@@ -130,11 +130,8 @@ def synchronize_rng_states(
     accessors: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
     }
-    accessors |= {
-        device.kind: (device.random_state, device.set_random_state)
-        for device in registry.devices()
-        if device.has_random_state
-    }
+    devices = (device for device in registry.devices() if device.has_random_state)
+    accessors |= {it.kind: (it.random_state, it.set_random_state) for it in devices}
     if generator is not None:
         accessors["generator"] = (generator.get_state, generator.set_state)
     # Before any exchange, so that a wrong name is refused on every process.

@@ -146,10 +146,8 @@ def align_module_device(
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """A state dict in host memory, with offloaded weights; warns of those without values."""
-    state: dict[str, Any] = {
-        name: value.to("cpu") if _has_values(value) else value
-        for name, value in model.state_dict().items()
-    }
+    there = model.state_dict().items()
+    state: dict[str, Any] = {n: it.to("cpu") if _has_values(it) else it for n, it in there}
     for module_name, module in model.named_modules():
         if has_offloaded_params(module):
             prefix = f"{module_name}." if module_name else ""

@@ -133,16 +133,13 @@ class ScaledGradients:
     @torch.no_grad()
     def _finish(self) -> None:
         self._is_waiting = False
-        was_used = torch.tensor(
-            [weight.grad is not None for weight in self._weights],
-            dtype=torch.uint8,
-            device=self._weights[0].device,
-        )
+        has_gradient = [weight.grad is not None for weight in self._weights]
+        device = self._weights[0].device
+        was_used = torch.tensor(has_gradient, dtype=torch.uint8, device=device)
         # A weight that took no part anywhere keeps its gradient, which is none.
         dist.all_reduce(was_used, dist.ReduceOp.MAX)
-        weights = [
-            weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
-        ]
+        pairs = zip(self._weights, was_used.tolist(), strict=True)
+        weights = [weight for weight, used in pairs if used]
         for bucket in _buckets(weights):
             gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
             flat = torch.cat([values_of(gradient).reshape(-1) for gradient in gradients])

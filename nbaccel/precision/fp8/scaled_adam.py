@@ -144,16 +144,15 @@ class ScaledAdam(Optimizer):
     def _stored_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """State of torch's, or of a checkpoint, in the formats of this one."""
         stored: dict[str, Any] = {}
+        device = parameter.device
         for name, value in state.items():
             if name not in _STORED_AS:
                 stored[name] = value
             elif isinstance(value, Mapping):
-                stored[name] = ScaledTensor(
-                    value["payload"].to(parameter.device),
-                    value["inverse_scale"].to(parameter.device),
-                )
+                payload, inverse_scale = value["payload"], value["inverse_scale"]
+                stored[name] = ScaledTensor(payload.to(device), inverse_scale.to(device))
             else:
-                stored[name] = ScaledTensor.of(value.to(parameter.device), _STORED_AS[name])
+                stored[name] = ScaledTensor.of(value.to(device), _STORED_AS[name])
         return stored
 
     def state_dict(self) -> dict[str, Any]:

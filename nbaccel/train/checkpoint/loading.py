@@ -312,10 +312,8 @@ class _CheckpointLoad:
         def load() -> None:
             # One of the two models may be compiled, or have been, unlike the other.
             names = {uncompiled_name(name): name for name in inner.state_dict(keep_vars=True)}
-            weights = {
-                names.get(uncompiled_name(name), name): value
-                for name, value in read_weights(path, inner, self._device).items()
-            }
+            saved = read_weights(path, inner, self._device)
+            weights = {names.get(uncompiled_name(n), n): value for n, value in saved.items()}
             # Names have been compared: what is missing is frozen and stays as it is.
             missing = {"strict": False} if left_out else {}
             strategy.load_model_state(model, weights, **{**self._options, **missing})
