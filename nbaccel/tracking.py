@@ -196,11 +196,9 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat_values = dict(_flatten_values(_plain_value(values)))
+        flat = dict(_flatten_values(_plain_value(values)))
         as_is = (bool, int, float)
-        shown_values = {
-            n: it if isinstance(it, as_is) else str(it) for n, it in flat_values.items()
-        }
+        shown_values = {n: it if isinstance(it, as_is) else str(it) for n, it in flat.items()}
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
             self.writer.file_writer.add_summary(summary)

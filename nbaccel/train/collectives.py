@@ -180,12 +180,21 @@ class Collectives:
                 f"({found}): it is unclear which belong together. Give as many tensors with as "
                 "many dimensions on every process."
             )
-        shapes = list(zip(*shapes_by_rank, strict=True))
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
-        iterator = iter(shapes)
-        return map_leaves(
-            lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first), tree
-        )
+        shapes_by_leaf = zip(*shapes_by_rank, strict=True)
+
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            shapes = next(shapes_by_leaf)
+            if not -tensor.dim() <= dim < tensor.dim():
+                return tensor
+            rows = max(shape[dim] for shape in shapes) - tensor.shape[dim]
+            if rows == 0:
+                return tensor
+            pad_widths = [0, 0] * (tensor.dim() - dim % tensor.dim())
+            pad_widths[-2 if pad_first else -1] = rows  # torch counts them from the last
+            return functional.pad(tensor, pad_widths, value=pad_index)
+
+        return map_leaves(pad, tree)
 
 
 def _is_nested(leaf: Any) -> bool:
@@ -209,23 +218,6 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _COPIED_AS_BYTES else tensor
-
-
-def _pad_tensor(
-    tensor: torch.Tensor,
-    shapes_by_rank: tuple[list[int], ...],
-    dim: int,
-    value: float,
-    pad_first: bool,
-) -> torch.Tensor:
-    if not -tensor.dim() <= dim < tensor.dim():
-        return tensor
-    rows = max(shape[dim] for shape in shapes_by_rank) - tensor.shape[dim]
-    if rows == 0:
-        return tensor
-    pad_widths = [0, 0] * (tensor.dim() - dim % tensor.dim())
-    pad_widths[-2 if pad_first else -1] = rows  # `pad` counts dimensions from the last
-    return functional.pad(tensor, pad_widths, value=value)
 
 
 def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple[int, ...]], ...]:
