@@ -33,25 +33,20 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
     # A list, because the loop replaces keys of the dictionary.
     for old_parameter in [parameter for parameter in optimizer.state if parameter in became]:
         new_parameter = became[old_parameter]
-        optimizer.state[new_parameter] = {
-            name: _shard_state(name, value, old_parameter, new_parameter)
-            for name, value in optimizer.state.pop(old_parameter).items()
-        }
-
-
-def _shard_state(
-    name: str, value: Any, old_parameter: torch.Tensor, new_parameter: torch.Tensor
-) -> Any:
-    # Such as Adam's step: the same on every process.
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    if value.shape != old_parameter.shape:
-        raise ConfigError(
-            f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a parameter "
-            f"of shape {tuple(old_parameter.shape)}: it is unknown which part of it belongs to "
-            "which shard. Call prepare before the first step, or load its state after prepare."
-        )
-    return place_like(value, new_parameter)
+        state = optimizer.state.pop(old_parameter)
+        for name, value in state.items():
+            # Such as Adam's step: the same on every process.
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue
+            if value.shape != old_parameter.shape:
+                raise ConfigError(
+                    f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a "
+                    f"parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of "
+                    "it belongs to which shard. Call prepare before the first step, or load its "
+                    "state after prepare."
+                )
+            state[name] = place_like(value, new_parameter)
+        optimizer.state[new_parameter] = state
 
 
 def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
