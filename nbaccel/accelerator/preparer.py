@@ -257,7 +257,8 @@ class Preparer(RunDescription):
     def _place_models(self, models: Sequence[nn.Module], placements: Sequence[bool]) -> None:
         for model, to_device in zip(models, placements, strict=True):
             device_map = getattr(model, "hf_device_map", None) or {}
-            if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
+            has_several = len(set(device_map.values())) > 1
+            if has_several and not self._run.place.is_alone:
                 raise ConfigError(
                     f"This model is spread over several devices (hf_device_map={device_map}), and "
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
@@ -274,9 +275,7 @@ class Preparer(RunDescription):
                     "trains: device_map={'': accelerator.device}."
                 )
             # Of a model that a device map has spread, each module is moved by its own hook.
-            is_spread = len(set(device_map.values())) > 1 or any(
-                parameter.is_meta for parameter in model.parameters()
-            )
+            is_spread = has_several or any(it.is_meta for it in model.parameters())
             if to_device and not is_spread:
                 device = registry.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # AcceleratedOptimizer follows

@@ -76,9 +76,8 @@ class Packing:
         levels = sorted({tier.level for tier in self.tiers})
         own_bytes = [self.bytes_below(level) for level in levels]
         other_bytes = [other.bytes_below(level) for level in levels]
-        return own_bytes != other_bytes and all(
-            own <= others for own, others in zip(own_bytes, other_bytes, strict=True)
-        )
+        pairs = zip(own_bytes, other_bytes, strict=True)
+        return own_bytes != other_bytes and all(own <= others for own, others in pairs)
 
 
 class BlockForest:

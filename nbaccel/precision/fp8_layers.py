@@ -110,13 +110,11 @@ def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> No
     )
 
 
-def put_layers(
-    model: nn.Module, replacement_of: Callable[[str, nn.Module], nn.Module | None]
-) -> None:
+def put_layers(model: nn.Module, new_layer: Callable[[str, nn.Module], nn.Module | None]) -> None:
     """Put other layers, made from names and layers, in their place, with the same parameters."""
     for parent_name, parent in list(model.named_modules()):
         for name, layer in list(parent.named_children()):
-            replacement = replacement_of(f"{parent_name}.{name}" if parent_name else name, layer)
+            replacement = new_layer(f"{parent_name}.{name}" if parent_name else name, layer)
             if replacement is not None:
                 for parameter_name, parameter in layer.named_parameters(recurse=False):
                     # TransformerEngine's layers without a bias have an empty one.
