@@ -25,6 +25,7 @@ from nbaccel.strategies.model_blocks import compile_regions, enable_gradient_che
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 
+_MARK = "_is_accelerate_prepared"
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
 
 
@@ -333,7 +334,7 @@ class Preparer(RunDescription):
 
 def _mark(prepared: Any) -> None:
     """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
-    vars(prepared)["_is_accelerate_prepared"] = True
+    vars(prepared)[_MARK] = True
 
 
 def _refuse_empty(model: nn.Module) -> None:

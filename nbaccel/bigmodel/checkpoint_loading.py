@@ -266,14 +266,7 @@ def plan_loading(
             "Build the model from the configuration that the checkpoint was saved with, or give "
             f"the checkpoint of this model.{_prefix_hint(groups, content.keys())}"
         )
-    empty_names = [
-        name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
-    ]
-    if empty_names:  # a pass would fail at them
-        text = "%d buffers of %s are on meta and in no checkpoint, as they are not persistent: %s. "
-        text += "Build the model under init_empty_weights(include_buffers=False), or set them."
-        listed = first_few(empty_names, _MOST_LISTED)
-        _log.warning(text, len(empty_names), type(model).__name__, listed)
+    _warn_of_empty_buffers(model, unsaved_names)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return placements
 
@@ -330,6 +323,18 @@ def _coverage_mistakes(
         else:
             text = "%d tensors of %s are not in the model and are not used: %s"
             _log.warning(text, len(unused_names), source, listed)
+
+
+def _warn_of_empty_buffers(model: nn.Module, unsaved_names: Collection[str]) -> None:
+    """Name buffers that no checkpoint holds, and that have no values: a pass would fail at them."""
+    empty_names = [
+        name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
+    ]
+    if empty_names:
+        text = "%d buffers of %s are on meta and in no checkpoint, as they are not persistent: %s. "
+        text += "Build the model under init_empty_weights(include_buffers=False), or set them."
+        listed = first_few(empty_names, _MOST_LISTED)
+        _log.warning(text, len(empty_names), type(model).__name__, listed)
 
 
 _WRAPPER_PREFIXES = ("module.", torch_private.COMPILED_PREFIX, "model.")
