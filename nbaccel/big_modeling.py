@@ -261,7 +261,6 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
         )
         return model
-    del offload_state_dict
     tiers = _map_of(
         model,
         device_map,
@@ -367,9 +366,8 @@ def dispatch_model(
                 "load_checkpoint_and_dispatch, which reads the checkpoint's own files."
             )
         if offload_dir is not None and offload_index is None and not _has_index(offload_dir):
-            offload_state_dict(
-                offload_dir, extract_submodules_state_dict(model.state_dict(), disk_modules)
-            )
+            weights = extract_submodules_state_dict(model.state_dict(), disk_modules)
+            offload_state_dict(offload_dir, weights)
 
     def weights_with(held: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         held = {**held, **(state_dict or {})}
@@ -408,35 +406,22 @@ def _dispatch(
     tiers = set(device_map.values())
     # A quantized model's layers move in their own way, which `Module.to` does not know.
     force_hooks = force_hooks or bool(getattr(model, "is_quantized", False))
-    if len(tiers) > 1 or DISK in tiers or force_hooks:
-        if main_device is None:
-            main_device = next((tier for tier in device_map.values() if tier not in _AWAY), HOST)
-        _attach(model, device_map, weights_with, main_device, **hook_settings)
-    else:
+    if len(tiers) <= 1 and DISK not in tiers and not force_hooks:
         (only_tier,) = tiers
         if torch.device(only_tier).type != "meta":
             hooks.check_values(model)
         model.to(only_tier)
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    return model
-
-
-def _attach(
-    model: nn.Module,
-    device_map: Mapping[str, Any],
-    weights_with: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-    main_device: Any,
-    **hook_settings: Any,
-) -> None:
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    if main_device is None:
+        main_device = next((tier for tier in device_map.values() if tier not in _AWAY), HOST)
     computes_on_host = torch.device(main_device).type == "cpu"
     held: dict[str, torch.Tensor] = {}
     if not computes_on_host:
         host_modules = [name for name, tier in device_map.items() if tier == HOST]
         held = extract_submodules_state_dict(model.state_dict(), host_modules)
     moved_tiers = (DISK,) if computes_on_host else _AWAY
-    execution_devices = {
-        name: main_device if tier in _AWAY else tier for name, tier in device_map.items()
-    }
+    devices = {name: main_device if tier in _AWAY else tier for name, tier in device_map.items()}
     tied_parameters = find_tied_parameters(model)
     tied = [model.get_parameter(names[0]) for names in tied_parameters]
     # Where copies of each on a device are noted, by its address. On `meta` all addresses are 0:
@@ -444,7 +429,7 @@ def _attach(
     storages: dict[int, PlacedTensors] = {it.data_ptr(): {} for it in tied if not it.is_meta}
     hooks.attach_align_device_hook_on_blocks(
         model,
-        execution_device={**execution_devices, "": main_device},
+        execution_device={**devices, "": main_device},
         offload={name: tier in moved_tiers for name, tier in device_map.items()},
         weights_map=weights_with(held),
         tied_params_map=storages,
@@ -454,6 +439,8 @@ def _attach(
     retie_parameters(model, tied_parameters)
     for method_name in ("to", "cuda"):
         setattr(model, method_name, _guarded(model, method_name))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
 
 
 def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
@@ -503,15 +490,12 @@ def cpu_offload(
     Returns:
         The model, with its parameters on ``meta``.
     """
-    weights = (
-        {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
-        if state_dict is None
-        else state_dict
-    )
+    if state_dict is None:
+        state_dict = {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
     return _offload_all(
         model,
         execution_device,
-        weights,
+        state_dict,
         offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes,
         prefetch=prefetch,

@@ -123,17 +123,9 @@ def prepare_data_loader(
 
 # A loader's arguments, without those that say which samples are in a batch.
 _LOADER_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+    *("pin_memory_device", "in_order"),
 )
 
 
@@ -221,9 +213,8 @@ class _LoaderPreparation:
 
     def _check_loader(self) -> None:
         name = type(self.loader).__name__
-        batch_size = _loader_batch_size(self.loader)
         if self.settings.split_batches:
-            check_divisible(batch_size, self.place.world_size, name)
+            check_divisible(_loader_batch_size(self.loader), self.place.world_size, name)
         if self._must_rebuild() and _overrides_iteration(self.loader):
             raise ConfigError(
                 f"{type(self.loader).__qualname__} reads its dataset in its own way (it overrides "
@@ -266,12 +257,10 @@ class _LoaderPreparation:
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 sampler.generator = torch.Generator().manual_seed(seed)
             self.synchronized = sampler.generator
+        batches = _index_batches(self.loader)
+        place, settings = self.place, self.settings
         shard = BatchSamplerShard(
-            _index_batches(self.loader),
-            self.place.world_size,
-            self.place.rank,
-            self.settings.split_batches,
-            self.settings.even_batches,
+            batches, place.world_size, place.rank, settings.split_batches, settings.even_batches
         )
         return _rebuild_loader(self.loader, stateful=self.stateful, index_batches=shard)
 
@@ -355,35 +344,28 @@ def skip_first_batches(
         return _skip_prepared_batches(dataloader, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         return _DroppingLoader(dataloader, num_batches)
-    remaining_batches = SkipBatchSampler(_index_batches(dataloader), num_batches)
-    return _rebuild_loader(
-        dataloader, stateful=hasattr(dataloader, "state_dict"), index_batches=remaining_batches
-    )
+    remaining = SkipBatchSampler(_index_batches(dataloader), num_batches)
+    stateful = hasattr(dataloader, "state_dict")
+    return _rebuild_loader(dataloader, stateful=stateful, index_batches=remaining)
 
 
 def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     skipped = loader.settings.skip_batches + num_batches
     loader_settings = replace(loader.settings, skip_batches=skipped)
-    base_loader = loader.base
+    base = loader.base
     num_dropped = loader.batches_to_drop
-    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base_loader):
+    dispatches = isinstance(loader, DataLoaderDispatcher)
+    if isinstance(loader.dataset, IterableDataset) or _overrides_iteration(base):
         num_dropped += num_batches
     else:
         # Process 0 reads one batch per process in a round, so skipping a round skips that many.
-        reads_whole_rounds = (
-            isinstance(loader, DataLoaderDispatcher) and not loader_settings.split_batches
-        )
+        reads_whole_rounds = dispatches and not loader_settings.split_batches
         batches_each = loader_settings.place.world_size if reads_whole_rounds else 1
-        remaining_batches = SkipBatchSampler(
-            _index_batches(base_loader), num_batches * batches_each
-        )
-        base_loader = _rebuild_loader(
-            base_loader, stateful=loader_settings.stateful, index_batches=remaining_batches
-        )
-    dispatches = isinstance(loader, DataLoaderDispatcher)
+        remaining = SkipBatchSampler(_index_batches(base), num_batches * batches_each)
+        base = _rebuild_loader(base, stateful=loader_settings.stateful, index_batches=remaining)
     own_class = loader_class(dispatches=dispatches, stateful=loader_settings.stateful)
     skipping_loader = own_class.around(
-        base_loader, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
+        base, loader.gradient_state, loader_settings, loader.position, drop=num_dropped
     )
     if isinstance(loader, DataLoaderDispatcher):
         vars(skipping_loader)["slice_fn"] = loader.slice_fn

@@ -423,24 +423,18 @@ class AlignDevicesHook(ModelHook):
     def _offload(self, module: nn.Module) -> None:
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        offloaded = dict(
-            named_module_tensors(
-                module, self.offload_buffers, self.place_submodules, remove_non_persistent=True
-            )
-        )
+        which = (self.offload_buffers, self.place_submodules)
+        offloaded = dict(named_module_tensors(module, *which, remove_non_persistent=True))
         if self.weights_map is None:
-            kept = named_module_tensors(module, self.offload_buffers, self.place_submodules)
+            kept = named_module_tensors(module, *which)
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in kept}
         self.offloaded_names = tuple(offloaded)
         self.weight_bytes = sum(tensor.nbytes for tensor in offloaded.values())
         # Which weights are tied is told by their addresses, now: later memory of the first may have
         # been given to something else, and a file's weights are at another place each time.
         known = self.tied_params_map or {}
-        self._tied_groups = {
-            name: known[tensor.data_ptr()]
-            for name, tensor in offloaded.items()
-            if not tensor.is_meta and tensor.data_ptr() in known
-        }
+        addresses = {n: it.data_ptr() for n, it in offloaded.items() if not it.is_meta}
+        self._tied_groups = {name: known[it] for name, it in addresses.items() if it in known}
         self.tied_params_names = set(self._tied_groups)
         for name in offloaded:
             set_module_tensor_to_device(module, name, "meta")
@@ -480,10 +474,8 @@ class AlignDevicesHook(ModelHook):
         target = self._target()
         if target is None:
             return args, kwargs
-        return (
-            send_to_device(args, target),
-            send_to_device(kwargs, target, skip_keys=self.skip_keys),
-        )
+        moved_kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
+        return send_to_device(args, target), moved_kwargs
 
     @outside_compiled_code
     def post_forward(self, module: nn.Module, output: Any) -> Any:

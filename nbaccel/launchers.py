@@ -15,6 +15,7 @@ from nbaccel.base.log import write_notice
 from nbaccel.config import Configured, RunConfig, run_config_of
 from nbaccel.config.call_arguments import check_call, explained
 from nbaccel.plan import Plan, registry, resolve
+from nbaccel.plan.topology import MOST_STEPS_VARIABLE
 from nbaccel.workers import template
 
 if TYPE_CHECKING:
@@ -191,8 +192,7 @@ def debug_launcher(
         The functions' return values, by rank.
     """
     __tracebackhide__ = True
-    config = RunConfig(num_processes=num_processes, device="cpu")
-    return launch_configured(function, args, config)
+    return launch_configured(function, args, RunConfig(num_processes=num_processes, device="cpu"))
 
 
 def shutdown() -> None:
@@ -213,10 +213,9 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
         return RunConfig(**given)
     if given:
         raise ConfigError(
-            f"config and {', '.join(given)} were both given, and one would silently "
-            "override the other. Use "
-            f"config.changed({', '.join(f'{name}=…' for name in given)}) "
-            "or leave config out."
+            f"config and {', '.join(given)} were both given, and one would silently override the "
+            f"other. Use config.changed({', '.join(f'{name}=…' for name in given)}) or leave "
+            "config out."
         )
     return run_config_of(config)
 
@@ -245,26 +244,18 @@ def launch_configured(
     from nbaccel.calls import launch
 
     if config.compare is not None:
-        _measure_alone(function, args, config)
-    outcome: CallOutcome = launch.launch_plan(plan, function, args)
-    return _results_of(outcome)
-
-
-def _measure_alone(function: Callable[..., Any], args: tuple[Any, ...], config: RunConfig) -> None:
-    """Let one worker take some steps, which the report compares with; its weights are dropped."""
-    from nbaccel.calls import launch
-    from nbaccel.plan.topology import MOST_STEPS_VARIABLE
-
-    write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
-    alone = config.changed(
-        num_processes=1,
-        compare=None,
-        resume=None,
-        share_back=False,
-        start_method="template",
-        variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
-    )
-    launch.launch_plan(resolve(alone), function, args)
+        # The report compares with the steps of one worker, whose weights are dropped.
+        write_notice(f"nbaccel: {config.compare} steps in one worker first, to compare.\n")
+        alone = config.changed(
+            num_processes=1,
+            compare=None,
+            resume=None,
+            share_back=False,
+            start_method="template",
+            variables={**(config.variables or {}), MOST_STEPS_VARIABLE: str(config.compare)},
+        )
+        launch.launch_plan(resolve(alone), function, args)
+    return _results_of(launch.launch_plan(plan, function, args))
 
 
 def _launch_in_pool(
@@ -277,10 +268,9 @@ def _launch_in_pool(
     # The plan's number: the configuration may leave it open.
     pool_settings = pool.config.model_dump() | {"num_processes": pool.num_processes}
     mistakes = [
-        f"{name}={value!r} was asked for, but the pool's workers run "
-        f"with {name}={pool_settings[name]!r}, which cannot change while they live. Leave "
-        "it out, or use "
-        f"pool.restart(pool.config.changed({name}={value!r}))."
+        f"{name}={value!r} was asked for, but the pool's workers run with "
+        f"{name}={pool_settings[name]!r}, which cannot change while they live. Leave it out, or "
+        f"use pool.restart(pool.config.changed({name}={value!r}))."
         for name, value in config.model_dump().items()
         if value not in (defaults[name], pool_settings[name])
     ]

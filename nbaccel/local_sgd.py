@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,12 +67,7 @@ class LocalSGD:
             self._without_sync.enter_context(self.accelerator.no_sync(self.model))
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         # After an error the others would wait for an average that does not come.
         if self.enabled and error is None:
             self._average_weights()

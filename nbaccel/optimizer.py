@@ -96,17 +96,12 @@ class AcceleratedOptimizer(Optimizer):
         """
         if not self.gradient_state.sync_gradients or self.gradient_state.is_skipping:
             return None
-        if self.scaler is not None:
-            return self._scaled_step(self.scaler, closure)
-        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        if self._mark_step is not None and not self.gradient_state.in_dataloader:
-            self._mark_step()
-        return result
-
-    # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Any) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if self._mark_step is not None and not self.gradient_state.in_dataloader:
+                self._mark_step()
+            return result
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
@@ -115,13 +110,16 @@ class AcceleratedOptimizer(Optimizer):
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)
-        if self._has_step_hook and not torch_private.scales_gradients_itself(self.optimizer):
+        if self._has_hook and not torch_private.scales_gradients_itself(self.optimizer):
             self._is_overflow = not self._has_stepped
         else:
-            self._is_overflow = _infinite_gradient_flag(scaler, self.optimizer)
+            self._is_overflow = _infinity_flag(scaler, self.optimizer)
         # Last, because it clears the flags for infinite gradients.
         scaler.update()
         return result
+
+    # torch wraps each class's `step` for hooks and profiling; the inner one has that already.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget gradients, if the current batch ends a group of accumulated ones.
@@ -200,19 +198,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def _watch_steps(self) -> None:
         # An optimizer around another may have no hooks of torch's: it skipped the constructor.
-        self._has_step_hook = self.scaler is not None and torch_private.has_step_hooks(
-            self.optimizer
-        )
-        if self._has_step_hook:
+        self._has_hook = self.scaler is not None and torch_private.has_step_hooks(self.optimizer)
+        if self._has_hook:
             self.optimizer.register_step_post_hook(self._note_step)
 
     def _note_step(self, *_: Any) -> None:
         self._has_stepped = True
 
 
-def _infinite_gradient_flag(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer
-) -> bool | torch.Tensor:
+def _infinity_flag(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool | torch.Tensor:
     """The scaler's flag for an optimizer, a 0-d float tensor: above 0 for infinite gradients."""
     flags = torch_private.infinity_flags(scaler, optimizer)
     if not flags:

@@ -224,7 +224,12 @@ class ProcessInfo:
         is_dataset = not is_sequence and hasattr(inputs, "select") and hasattr(inputs, "__len__")
         if not is_sequence and not is_dataset:
             return inputs
-        first_item, end_item, num_missing = self._own_span(len(inputs), apply_padding)
+        items_each, num_longer = divmod(len(inputs), self.num_processes)
+        rank = self.process_index
+        first_item = rank * items_each + min(rank, num_longer)
+        end_item = first_item + items_each + (rank < num_longer)
+        # To the longest part.
+        num_missing = int(apply_padding and 0 < num_longer <= rank)
         if is_dataset:
             # `select` takes indices, so the last item is repeated by its index.
             return inputs.select([*range(first_item, end_item), *[len(inputs) - 1] * num_missing])
@@ -235,15 +240,6 @@ class ProcessInfo:
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
         return own_part + type(inputs)(inputs[-1:]) if num_missing else own_part
-
-    def _own_span(self, length: int, apply_padding: bool) -> tuple[int, int, int]:
-        """First and one-past-last item of this process, and how many are missing to the longest."""
-        items_each, num_longer = divmod(length, self.num_processes)
-        rank = self.process_index
-        first_item = rank * items_each + min(rank, num_longer)
-        end_item = first_item + items_each + (rank < num_longer)
-        is_shorter = num_longer > 0 and rank >= num_longer
-        return first_item, end_item, int(apply_padding and is_shorter)
 
 
 def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedFunction:

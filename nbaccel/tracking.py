@@ -196,16 +196,14 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat_values = dict(_flatten_values(_plain_value(values)))
-        shown_values = {
-            name: value if isinstance(value, (bool, int, float)) else str(value)
-            for name, value in flat_values.items()
-        }
+        flat = dict(_flatten_values(_plain_value(values)))
+        as_is = (bool, int, float)
+        shown_values = {n: it if isinstance(it, as_is) else str(it) for n, it in flat.items()}
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
         for summary in hparams(shown_values, {}):  # type: ignore[no-untyped-call]
             self.writer.file_writer.add_summary(summary)
         self.tracker.flush()
-        yaml_text = yaml.safe_dump(flat_values, sort_keys=False)
+        yaml_text = yaml.safe_dump(flat, sort_keys=False)
         (self.logging_dir / "hparams.yml").write_text(yaml_text, encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -441,8 +439,7 @@ class MLflowTracker(ServiceTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """See :meth:`GeneralTracker.log`; numbers alone."""
-        numbers = dict(self._shown_values(values, (Real,)))
-        self.package.log_metrics(numbers, step=step, **kwargs)
+        self.package.log_metrics(dict(self._shown_values(values, (Real,))), step=step, **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         self.package.log_figure(figure, artifact_file, **save_kwargs)
@@ -577,13 +574,11 @@ class ClearMLTracker(ServiceTracker):
         Without a step a number stands alone.
         """
         logger = self.run.get_logger()
-        for value_name, logged_value in self._shown_values(values, (Real,)):
+        for name, value in self._shown_values(values, (Real,)):
             if step is None:
-                logger.report_single_value(name=value_name, value=logged_value, **kwargs)
+                logger.report_single_value(name=name, value=value, **kwargs)
             else:
-                logger.report_scalar(
-                    **_plot_names(value_name), value=logged_value, iteration=step, **kwargs
-                )
+                logger.report_scalar(**_plot_names(name), value=value, iteration=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images, as arrays or of PIL, by name."""
@@ -638,10 +633,8 @@ def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     return str(any_value)
 
 
-def _flatten_values(
-    nested_values: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
-    for name, nested_value in nested_values.items():
+def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, nested_value in values.items():
         if isinstance(nested_value, Mapping):
             yield from _flatten_values(nested_value, f"{prefix}{name}.")
         else:
@@ -651,16 +644,8 @@ def _flatten_values(
 BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
     tracker.name: tracker
     for tracker in (
-        JsonlTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        TrackioTracker,
-        CometMLTracker,
-        AimTracker,
-        MLflowTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
+        *(JsonlTracker, TensorBoardTracker, WandBTracker, TrackioTracker, CometMLTracker),
+        *(AimTracker, MLflowTracker, ClearMLTracker, DVCLiveTracker, SwanLabTracker),
     )
 }
 """By the name that `log_with` gives them."""

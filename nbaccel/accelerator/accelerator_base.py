@@ -112,10 +112,8 @@ class RunDescription(ProcessInfo):
         """The library that computes in fp8; None where nothing does."""
         if not precision_row(self.mixed_precision).has_backends:
             return None
-        return next(
-            (str(choice.value) for choice in self.plan.choices if choice.name == "fp8.backend"),
-            None,
-        )
+        choices = self.plan.choices
+        return next((str(one.value) for one in choices if one.name == "fp8.backend"), None)
 
     @property
     def dataloader_config(self) -> handlers.DataLoaderConfiguration:
@@ -182,12 +180,10 @@ class RunDescription(ProcessInfo):
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
         """Nothing happens in the block: sequences are not divided over processes here."""
-        del buffers, buffer_seq_dims, no_restore_buffers
         yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """The loader as it is: sequences are not divided over processes here."""
-        del model
         return dl
 
     def verify_device_map(self, model: nn.Module) -> bool:

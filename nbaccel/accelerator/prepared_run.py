@@ -59,10 +59,7 @@ from nbaccel.plan.training_plan import (
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
-_HANDLER_KINDS = (
-    *(AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs),
-    Fp8Handler,
-)
+_HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs, Fp8Handler)
 _Kind = TypeVar("_Kind")
 
 
@@ -96,10 +93,10 @@ class Handlers:
         by_kind: dict[Any, Any] = {}
         for handler in given_handlers or other_spelling or ():
             path = f"{type(handler).__module__}:{type(handler).__qualname__}"
-            kinds = [kind for kind in _HANDLER_KINDS if isinstance(handler, kind)]
+            kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
             kind: Any = path if path in of_strategies else next(iter(kinds), None)
             if kind is None:
-                known = [*(one.__name__ for one in _HANDLER_KINDS)]
+                known = [*(one.__name__ for one in _HANDLERS)]
                 known += [path.partition(":")[2] for path in of_strategies]
                 raise ConfigError(
                     f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
@@ -164,8 +161,8 @@ class Request:
         accumulation, steps_source = _accumulation_settings(
             given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"], run_config
         )
-        precision_name, precision_source = _merge_precision(
-            request, *_requested_precision(given["mixed_precision"], run_config)
+        precision_name, precision_source = _requested_precision(
+            given["mixed_precision"], run_config, request
         )
         if steps_source == "default" and request.accumulation_steps is not None:
             steps_source = "config"
@@ -223,11 +220,8 @@ def _accumulation_settings(
             f"gradient_accumulation_steps={num_steps!r} must be a whole number of at least 1: the "
             "number of batches in one optimizer step. Give 1 to step after every batch."
         )
-    if (
-        accumulation_plugin is not None
-        and num_steps is not None
-        and accumulation_plugin.num_steps not in (None, num_steps)
-    ):
+    plugin_steps = None if accumulation_plugin is None else accumulation_plugin.num_steps
+    if num_steps is not None and plugin_steps not in (None, num_steps):
         raise _two_given(
             f"gradient_accumulation_steps={num_steps}",
             f"gradient_accumulation_plugin={accumulation_plugin}",
@@ -251,14 +245,29 @@ def _accumulation_settings(
     return replace(plugin, num_steps=num_steps), source
 
 
-def _requested_precision(precision: str | None, run_config: RunConfig | None) -> tuple[str, Any]:
+def _requested_precision(
+    precision: str | None, run_config: RunConfig | None, settings_request: SaidBySettings
+) -> tuple[str, Any]:
+    """Its name, and where that comes from."""
     if precision is not None:
         # A member of Accelerate's PrecisionType counts as its value.
-        return str(getattr(precision, "value", precision)).lower(), "argument"
-    if run_config is not None:
-        return run_config.mixed_precision, "config"
-    text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
-    return (text, "environment") if text else ("no", "default")
+        name, source = str(getattr(precision, "value", precision)).lower(), "argument"
+    elif run_config is not None:
+        name, source = run_config.mixed_precision, "config"
+    else:
+        text = (env.read("ACCELERATE_MIXED_PRECISION", "") or "").strip().lower()
+        name, source = (text, "environment") if text else ("no", "default")
+    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
+        return name, source
+    # A file may set it, too, and wins over defaults. The launcher exports its own, so `no` in the
+    # environment need not be a user's choice.
+    if source == "default" or (source == "environment" and name == "no"):
+        return settings_request.mixed_precision, "config"
+    raise ConfigError(
+        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
+        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
+        f"one out{settings_request.remedy}."
+    )
 
 
 def _fp8_settings(
@@ -284,25 +293,6 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
         return DEVICES[0].name
     device = "" if run_config is None or run_config.device == "auto" else run_config.device
     return device if device and registry.device(device).is_available() else ""
-
-
-def _merge_precision(
-    settings_request: SaidBySettings, name: str, precision_source: Any
-) -> tuple[str, Any]:
-    """A file may set the precision, too; it wins over defaults, those of the launcher included."""
-    # The launcher exports its default, so `no` in the environment need not be a user's choice.
-    gives_way = precision_source == "default" or (
-        precision_source == "environment" and name == "no"
-    )
-    if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
-        return name, precision_source
-    if gives_way:
-        return settings_request.mixed_precision, "config"
-    raise ConfigError(
-        f"mixed_precision={name!r} contradicts {settings_request.speaker}, which sets "
-        f"{settings_request.mixed_precision!r}. Models are cast as one of them says. Leave "
-        f"one out{settings_request.remedy}."
-    )
 
 
 def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -363,14 +353,11 @@ class TrainingRun:
         )
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
-        expected_facts = _observed_facts(expected_place)
-        plan_training(asked, expected_facts)
+        expected = _observed_facts(expected_place)
+        plan_training(asked, expected)
         # Looked up for its refusal and dtype; the object is built for the device that was found.
         precision_class = registry.precision(
-            asked.mixed_precision,
-            asked.fp8,
-            expected_facts.device,
-            expected_facts.compute_capability,
+            asked.mixed_precision, asked.fp8, expected.device, expected.compute_capability
         )
         note = _downcast(request, precision_class, device_backend)
         place = distributed.init_process(device=device_backend.name, settings=process_group)
@@ -381,13 +368,12 @@ class TrainingRun:
         is_left_to_engine = strategy_class.owns_precision and not precision_class.converts_layers
         precision_name = "no" if is_left_to_engine else asked.mixed_precision
         precision = _build_precision(request, place, precision_name, plan)
-        strategy_settings = request.settings_for(plan.strategy)
         return cls(
             request=request,
             place=place,
             initial_plan=plan,
             strategy=strategy_class.build(
-                place, strategy_settings, precision=precision, asked=asked
+                place, request.settings_for(plan.strategy), precision=precision, asked=asked
             ),
             precision=precision,
             collectives=Collectives(place, distributed.timeout_s(process_group)),
@@ -406,11 +392,9 @@ def _downcast(request: Request, precision: type[Precision], device: Device) -> t
     """Let floats be shorter on the device, where that was asked for; what is to be said of it."""
     if not request.downcast_bf16:
         return ()
-    reason = (
-        device.downcast_floats()
-        if precision.dtype == torch.bfloat16
-        else f"mixed_precision={precision.name!r} does not compute in bfloat16"
-    )
+    reason = f"mixed_precision={precision.name!r} does not compute in bfloat16"
+    if precision.dtype == torch.bfloat16:
+        reason = device.downcast_floats()
     if not reason:
         return ()
     note = f"downcast_bf16=True has no effect: {reason}."
@@ -431,13 +415,11 @@ def _observed_facts(place: Place) -> ProcessFacts:
     )
 
 
-def _build_precision(
-    request: Request, place: Place, precision_name: str, plan: TrainingPlan
-) -> Precision:
+def _build_precision(request: Request, place: Place, name: str, plan: TrainingPlan) -> Precision:
     facts = _observed_facts(place)
     fp8 = request.asked.fp8 or Fp8Config()
     choice = fp8_backend(fp8.backend, device_row(facts.device), facts.compute_capability)
-    has_backends = precision_row(precision_name).has_backends
+    has_backends = precision_row(name).has_backends
     if has_backends and choice.row is not None and choice.row.recipes:
         fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
     precision_settings = PrecisionSettings(
@@ -453,6 +435,6 @@ def _build_precision(
         handlers=request.handlers.given,
     )
     precision_class = registry.precision(
-        precision_name, request.asked.fp8, facts.device, facts.compute_capability
+        name, request.asked.fp8, facts.device, facts.compute_capability
     )
     return precision_class.build(precision_settings)

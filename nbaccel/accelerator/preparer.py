@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from nbaccel.strategies.model_blocks import compile_regions, enable_gradient_che
 from nbaccel.train.gradient import GradientState
 from nbaccel.train.loader import PreparedLoader
 
-_DATA_PARALLEL_TYPES = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MARK = "_is_accelerate_prepared"
 _OPTIMIZER_TYPES = (torch.optim.Optimizer, DummyOptim)
 
@@ -135,10 +134,9 @@ class Preparer(RunDescription):
             rng_types=self.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
-        if self._run.strategy.place_batch is not None and to_device:
-            prepared_loader.settings = replace(
-                prepared_loader.settings, place_batch=self._run.strategy.place_batch
-            )
+        place_batch = self._run.strategy.place_batch
+        if place_batch is not None and to_device:
+            prepared_loader.settings = replace(prepared_loader.settings, place_batch=place_batch)
         _mark(prepared_loader)
         self._dataloaders.append(prepared_loader)
         return prepared_loader
@@ -232,7 +230,15 @@ class Preparer(RunDescription):
             if self._run.request.activation_checkpointing:
                 enable_gradient_checkpointing(model)
         bundle = strategy.wrap(bundle)
-        _refuse_stand_ins(bundle, self._run.initial_plan.strategy)
+        items = (*bundle.optimizers, *bundle.schedulers)
+        stand_ins = [item for item in items if isinstance(item, (DummyOptim, DummyScheduler))]
+        if stand_ins:
+            raise ConfigError(
+                f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with "
+                f"strategy {self._run.initial_plan.strategy!r}: they stand for what a DeepSpeed "
+                "configuration describes, and there is none here. Nothing would be trained. Give "
+                "optimizers and schedules of torch, or a deepspeed_plugin with a configuration."
+            )
         dynamo = self._run.dynamo
         for model in bundle.models if dynamo.compiles else ():
             # In place: a wrapper around it would hide from the strategy what it wrapped itself.
@@ -266,17 +272,25 @@ class Preparer(RunDescription):
     def _place_models(self, models: Sequence[nn.Module], placements: Sequence[bool]) -> None:
         for model, to_device in zip(models, placements, strict=True):
             device_map = getattr(model, "hf_device_map", None) or {}
-            if len(set(device_map.values())) > 1 and not self._run.place.is_alone:
+            has_several = len(set(device_map.values())) > 1
+            if has_several and not self._run.place.is_alone:
                 raise ConfigError(
                     f"This model is spread over several devices (hf_device_map={device_map}), and "
                     f"{self._run.place.world_size} processes would each need all of them. Load it "
                     "without device_map, or train in one process."
                 )
-            _refuse_offloaded_bits(model, device_map)
+            flags = ("is_loaded_in_8bit", "is_loaded_in_4bit")
+            loaded_in = [name for name in flags if getattr(model, name, False)]
+            host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
+            if loaded_in and host:
+                raise ConfigError(
+                    f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly "
+                    f"on {' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or "
+                    "disk offload cannot be trained then. Load it whole onto the device that "
+                    "trains: device_map={'': accelerator.device}."
+                )
             # Of a model that a device map has spread, each module is moved by its own hook.
-            is_spread = len(set(device_map.values())) > 1 or any(
-                parameter.is_meta for parameter in model.parameters()
-            )
+            is_spread = has_several or any(it.is_meta for it in model.parameters())
             if to_device and not is_spread:
                 device = registry.device(self._run.place.device_name)
                 device.place_module(model, self._run.place.device)  # AcceleratedOptimizer follows
@@ -293,7 +307,8 @@ class Preparer(RunDescription):
         """
         uncompiled = torch_private.uncompiled(model)  # one that the caller compiled
         inner_model = self._run.strategy.unwrap(uncompiled)
-        while isinstance(inner_model, _DATA_PARALLEL_TYPES):  # which the caller wrapped
+        # Which the caller wrapped.
+        while isinstance(inner_model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inner_model = inner_model.module
         if not keep_torch_compile:
             inner_model = torch_private.uncompiled(inner_model)
@@ -334,20 +349,6 @@ class Preparer(RunDescription):
 def _mark(prepared: Any) -> None:
     """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
     vars(prepared)[_MARK] = True
-
-
-def _refuse_offloaded_bits(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    loaded_in = [
-        name for name in ("is_loaded_in_8bit", "is_loaded_in_4bit") if getattr(model, name, False)
-    ]
-    host = {str(device) for device in device_map.values()} & {"cpu", "disk"}
-    if loaded_in and host:
-        raise ConfigError(
-            f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly on "
-            f"{' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or disk "
-            "offload cannot be trained then. Load it whole onto the device that trains: "
-            "device_map={'': accelerator.device}."
-        )
 
 
 def _refuse_empty(model: nn.Module) -> None:
@@ -404,11 +405,9 @@ def _is_scheduler(given_object: Any) -> bool:
     """Whether it sets learning rates: torch's kind, or one with torch's methods."""
     if isinstance(given_object, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
         return True
-    scheduler_methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
     is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, type))
-    return not is_other and all(
-        callable(getattr(given_object, name, None)) for name in scheduler_methods
-    )
+    return not is_other and all(callable(getattr(given_object, name, None)) for name in methods)
 
 
 def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
@@ -416,15 +415,3 @@ def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:
     inner_optimizer = optimizer.optimizer
     given_optimizer = getattr(inner_optimizer, "given", None)
     return (optimizer, inner_optimizer, *([given_optimizer] if given_optimizer else ()))
-
-
-def _refuse_stand_ins(bundle: Bundle, strategy_name: str) -> None:
-    items = (*bundle.optimizers, *bundle.schedulers)
-    stand_ins = [item for item in items if isinstance(item, (DummyOptim, DummyScheduler))]
-    if stand_ins:
-        raise ConfigError(
-            f"prepare got {' and '.join(type(item).__name__ for item in stand_ins)} with strategy "
-            f"{strategy_name!r}: they stand for what a DeepSpeed configuration describes, and "
-            "there is none here. Nothing would be trained. Give optimizers and schedules of torch, "
-            "or a deepspeed_plugin with a configuration."
-        )

@@ -23,7 +23,7 @@ from nbaccel.plan.contracts.training import Place
 from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint.folder_writing import discard_checkpoint, send_to_writers
 from nbaccel.train.checkpoint.loading import LoadHook, load_state
-from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state
+from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state, uncompiled_name
 from nbaccel.train.collectives import Collectives
 
 _log = get_logger(__name__)
@@ -176,9 +176,7 @@ class TrainingCheckpoints(Preparer):
             return get_state_dict_offloaded_model(strategy.unwrap(inner_model))
         state = strategy.model_state(inner_model)
         # A submodule compiled before `prepare` adds a prefix to the names of its tensors.
-        return {
-            name.replace(torch_private.COMPILED_PREFIX, ""): value for name, value in state.items()
-        }
+        return {uncompiled_name(name): value for name, value in state.items()}
 
     def save_model(
         self,

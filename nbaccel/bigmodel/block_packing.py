@@ -76,9 +76,8 @@ class Packing:
         levels = sorted({tier.level for tier in self.tiers})
         own_bytes = [self.bytes_below(level) for level in levels]
         other_bytes = [other.bytes_below(level) for level in levels]
-        return own_bytes != other_bytes and all(
-            own <= others for own, others in zip(own_bytes, other_bytes, strict=True)
-        )
+        pairs = zip(own_bytes, other_bytes, strict=True)
+        return own_bytes != other_bytes and all(own <= others for own, others in pairs)
 
 
 class BlockForest:
@@ -106,10 +105,8 @@ class BlockForest:
         for tied_names in tied_groups:
             self._add_ties(tied_names)
         # The blocks that are layers, the largest first.
-        self.layers = sorted(
-            (number for number, block in enumerate(self.blocks) if block.is_layer),
-            key=lambda number: (-self.blocks[number].size, number),
-        )
+        layers = [number for number, block in enumerate(self.blocks) if block.is_layer]
+        self.layers = sorted(layers, key=lambda number: (-self.blocks[number].size, number))
 
     def size_of(self, numbers: Iterable[int]) -> float:
         """Bytes of several blocks."""
@@ -247,8 +244,23 @@ class _BlockPacker:
         while self._queue and self._current < len(self._tiers):
             number = heapq.heappop(self._queue)
             # What came with another block is still in the queue.
-            if number in self._waiting:
-                self._place_block(number)
+            if number not in self._waiting:
+                continue
+            members = self._forest.together(number, self._waiting)
+            size = self._forest.size_of(members)
+            if self._fits(members, size):
+                self._place(members, size)
+                continue
+            # From here on the block itself is looked at again.
+            heapq.heappush(self._queue, number)
+            divisible = self._divisible(number, members)
+            if divisible is not None:
+                self._split(divisible)
+            elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
+                name = self._forest.blocks[number].name
+                refusal = Refusal(name, size, self._room_beside(members))
+                self._refusals[self._tiers[self._current].device] = refusal
+                self._current += 1
         first_level = self._tiers[0].level
         away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
         return Packing(
@@ -259,25 +271,6 @@ class _BlockPacker:
             is_complete=not self._waiting,
             largest_kept_away=self._forest.size_of(islice(away, 1)),
         )
-
-    def _place_block(self, number: int) -> None:
-        """Place a block, split it or what comes with it, or go on to the next tier."""
-        members = self._forest.together(number, self._waiting)
-        size = self._forest.size_of(members)
-        if self._fits(members, size):
-            self._place(members, size)
-            return
-        # From here on the block itself is looked at again.
-        heapq.heappush(self._queue, number)
-        divisible = self._divisible(number, members)
-        if divisible is not None:
-            self._split(divisible)
-        elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
-            tier = self._tiers[self._current]
-            name = self._forest.blocks[number].name
-            room_kept = self._room_beside(members)
-            self._refusals[tier.device] = Refusal(name, size, room_kept)
-            self._current += 1
 
     def _divisible(self, number: int, members: Sequence[int]) -> int | None:
         """What is to be split: a block tied to one that would fit alone, or the block itself."""

@@ -116,23 +116,20 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
             "weights. Give the path of one of them."
         )
+    try:
+        names = sorted(path.name for path in source.iterdir())
+        found = f"has {first_few(names, 5) or 'no files'}"
+    except OSError as error:
+        found = f"cannot be listed ({error.strerror})"
     raise ConfigError(
         f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
-        f"weights to load. It {_folder_listing(source)}. Give the file itself."
+        f"weights to load. It {found}. Give the file itself."
     )
 
 
 def _is_readable_file(path: Path) -> bool:
     # Not by its method, for which an impossible name (too long, a folder not ours) is an OSError.
     return os.path.isfile(path)  # noqa: PTH113
-
-
-def _folder_listing(folder: Path) -> str:
-    try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        return f"cannot be listed ({error.strerror})"
-    return f"has {first_few(names, 5) or 'no files'}"
 
 
 def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -204,27 +201,32 @@ def _read_safetensors(path: Path) -> list[CheckpointTensor]:
         )
     header.pop("__metadata__", None)
     start = _HEADER_LENGTH_BYTES + header_bytes  # from which offsets count
-    return [_stored_entry(path, name, entry, start) for name, entry in header.items()]
-
-
-def _stored_entry(path: Path, name: str, entry: Mapping[str, Any], start: int) -> CheckpointTensor:
-    dtype = getattr(torch, SAFE_DTYPE_NAMES.get(entry["dtype"], ""), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointDamaged(
-            f"{path} holds {name} as {entry['dtype']}, a format that torch "
-            f"{torch.__version__} does not have. Save it in another one, or update torch."
+    tensors = []
+    for name, entry in header.items():
+        dtype = getattr(torch, SAFE_DTYPE_NAMES.get(entry["dtype"], ""), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointDamaged(
+                f"{path} holds {name} as {entry['dtype']}, a format that torch "
+                f"{torch.__version__} does not have. Save it in another one, or update torch."
+            )
+        first_byte = start + int(entry["data_offsets"][0])
+        shape = tuple(entry["shape"])
+        tensors.append(
+            CheckpointTensor(name=name, path=path, dtype=dtype, shape=shape, first_byte=first_byte)
         )
-    return CheckpointTensor(
-        name=name,
-        path=path,
-        dtype=dtype,
-        shape=tuple(entry["shape"]),
-        first_byte=start + int(entry["data_offsets"][0]),
-    )
+    return tensors
 
 
 def _read_torch(path: Path) -> list[CheckpointTensor]:
-    state, is_mapped = _open_torch_file(path)
+    try:
+        # What torch wrote before version 1.6 is no archive, and cannot be mapped.
+        is_mapped = _is_plain_archive(path)
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise CheckpointDamaged(why_unreadable(path, error)) from error
+    with warnings.catch_warnings():
+        # Of checking them or not, by the version: torch 2.11 and 2.15. They are refused below.
+        warnings.filterwarnings("ignore", "(?i).*sparse.* invariant", UserWarning)
+        state = read_torch_file(path, mmap=is_mapped)
     if not isinstance(state, Mapping):
         raise CheckpointDamaged(
             f"{path} holds a {type(state).__name__}, no state dict: it is unclear which tensor is "
@@ -264,19 +266,6 @@ def _unusable_form(tensor: torch.Tensor) -> str:
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} and {tensor.dtype}, not one block of numbers"
     return ""
-
-
-def _open_torch_file(path: Path) -> tuple[Any, bool]:
-    """What a pickle holds, and whether its tensors are mapped from the file."""
-    try:
-        # What torch wrote before version 1.6 is no archive, and cannot be mapped.
-        is_mapped = _is_plain_archive(path)
-    except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise CheckpointDamaged(why_unreadable(path, error)) from error
-    with warnings.catch_warnings():
-        # Of checking them or not, by the version: torch 2.11 and 2.15. They are refused below.
-        warnings.filterwarnings("ignore", "(?i).*sparse.* invariant", UserWarning)
-        return read_torch_file(path, mmap=is_mapped), is_mapped
 
 
 def _is_plain_archive(path: Path) -> bool:
@@ -354,13 +343,11 @@ class WeightFiles:
             self._arenas[path] = Arena.of_file(path)
         return self._arenas[path]
 
-    def bring_in(
-        self, stored: CheckpointTensor, count_bytes: Callable[[int], object] = int
-    ) -> None:
+    def bring_in(self, stored: CheckpointTensor, count: Callable[[int], object] = int) -> None:
         """Read a tensor's bytes into memory now, and tell (by default nobody) how many."""
         mapped = self._span_of(stored)
         if mapped is None:
-            count_bytes(stored.num_bytes)
+            count(stored.num_bytes)
             return
         file_arena, first_byte, end_byte = mapped
         for portion_start in range(first_byte, end_byte, _PORTION_BYTES):
@@ -371,7 +358,7 @@ class WeightFiles:
                 # An older Linux: then the bytes are read when they are used.
                 if error.errno != errno.EINVAL:
                     raise
-            count_bytes(portion_end - portion_start)
+            count(portion_end - portion_start)
 
     def release(self, stored: CheckpointTensor) -> None:
         """Let go of the memory of a tensor that is not used for now; the file's bytes stay."""

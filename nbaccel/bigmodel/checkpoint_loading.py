@@ -10,7 +10,7 @@ go at once: memory holds the model and one portion. First the headers are compar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,13 @@ def load_checkpoint_in_model(
         ConfigError: The checkpoint or the map does not fit the model, or there is no such device.
             Nothing has been changed in either case.
     """
-    del offload_state_dict
     if offload_8bit_bnb:
         raise ConfigError(
             f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
             "version does not make. Load with from_pretrained(quantization_config=...) of "
             "transformers."
         )
-    tensors = arena.named_tensors(inner_model(model))
+    tensors = named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
@@ -142,7 +141,21 @@ def fill_model(
     """Fill a model as :func:`plan_loading` says; returns the weights that stay in the files."""
     placements = plan_loading(model, checkpoint, **how)
     on_disk = [placement for placement in placements if placement.tier == DISK]
-    _check_tiers(placements)
+    # By their texts, since what a user gives need not be hashable.
+    placed = (p for p in reversed(placements) if p.tier not in (None, HOST, DISK))
+    problems = []
+    for tier_text, placement in sorted({repr(p.tier): p for p in placed}.items()):
+        try:
+            torch.empty(0, device=placement.tier)
+        # torch built without a device raises an AssertionError for it.
+        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+            problems.append(
+                f"device_map sends {placement.names[0]} to {tier_text}, which this "
+                f"process cannot use ({str(error).splitlines()[0]}). Nothing has been loaded. "
+                'Give a device of this machine, "cpu" or "disk".'
+            )
+    if problems:
+        raise ConfigError(*problems)
     unmapped = sorted({str(p.stored.path) for p in on_disk if not p.stored.is_mapped})
     if needs_mapping and unmapped:
         raise ConfigError(
@@ -253,7 +266,7 @@ def plan_loading(
             "Build the model from the configuration that the checkpoint was saved with, or give "
             f"the checkpoint of this model.{_prefix_hint(groups, content.keys())}"
         )
-    _warn_of_empty_buffers(model)
+    _warn_of_empty_buffers(model, unsaved_names)
     placements.sort(key=lambda p: (str(p.stored.path), p.stored.first_byte))
     return placements
 
@@ -312,9 +325,8 @@ def _coverage_mistakes(
             _log.warning(text, len(unused_names), source, listed)
 
 
-def _warn_of_empty_buffers(model: nn.Module) -> None:
+def _warn_of_empty_buffers(model: nn.Module, unsaved_names: Collection[str]) -> None:
     """Name buffers that no checkpoint holds, and that have no values: a pass would fail at them."""
-    unsaved_names = get_non_persistent_buffers(model, recurse=True, fqns=True)
     empty_names = [
         name for name, buffer in model.named_buffers() if name in unsaved_names and buffer.is_meta
     ]
@@ -356,25 +368,6 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
         )
 
 
-def _check_tiers(placements: Sequence[Placement]) -> None:
-    # By their texts, since what a user gives need not be hashable.
-    placed = (p for p in reversed(placements) if p.tier not in (None, HOST, DISK))
-    tiers = {repr(p.tier): p for p in placed}
-    problems = []
-    for tier_text, placement in sorted(tiers.items()):
-        try:
-            torch.empty(0, device=placement.tier)
-        # torch built without a device raises an AssertionError for it.
-        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            problems.append(
-                f"device_map sends {placement.names[0]} to {tier_text}, which this "
-                f"process cannot use ({str(error).splitlines()[0]}). Nothing has been loaded. "
-                'Give a device of this machine, "cpu" or "disk".'
-            )
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _shorten_map(device_map: Mapping[str, Any]) -> str:
     text = str(dict(device_map))
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -385,11 +378,10 @@ def _fill(model: nn.Module, placements: Sequence[Placement], files: WeightFiles)
     wanted = [p for p in placements if _goes_to_host(p) and _must_be_copied(p)]
     tensors = arena.empty_tensors([(p.stored.shape, p.dtype) for p in wanted])
     converted = {id(p.tensor): tensor for p, tensor in zip(wanted, tensors, strict=True)}
-    total_bytes = sum(p.stored.num_bytes for p in placements if _is_read_now(p))
     with (
         torch.no_grad(),
         progress_bar(
-            total=total_bytes,
+            total=sum(p.stored.num_bytes for p in placements if _is_read_now(p)),
             desc="loading weights",
             unit="B",
             unit_scale=True,
@@ -521,20 +513,7 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
     problem, expected = outcome
     if problem is not None:
         raise problem
-    tensors = dict(arena.named_tensors(inner_model(model)))
-    _agree_on_receiving(tensors, expected)
-    with torch.no_grad():
-        for number, (name, _) in enumerate(expected):
-            stored = placements[number].stored if placements else None
-            _receive(tensors[name], None if stored is None else files.view(stored))
-            if stored is not None:
-                files.release(stored)
-
-
-def _agree_on_receiving(
-    tensors: Mapping[str, torch.Tensor], expected: Iterable[tuple[str, tuple[int, ...]]]
-) -> None:
-    """Raise on all processes if one could not take part; a collective."""
+    tensors = dict(named_tensors(inner_model(model)))
     own_problems = []
     for name, shape in expected:
         tensor = tensors.get(name)
@@ -552,6 +531,12 @@ def _agree_on_receiving(
                 "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
                 "each process reads its part from the file."
             )
+    with torch.no_grad():
+        for number, (name, _) in enumerate(expected):
+            stored = placements[number].stored if placements else None
+            _receive(tensors[name], None if stored is None else files.view(stored))
+            if stored is not None:
+                files.release(stored)
 
 
 def _receive(tensor: torch.Tensor, values: torch.Tensor | None) -> None:

@@ -93,34 +93,29 @@ def get_max_memory(
             free.append((HOST, machine.host_available_bytes))
         return dict(free)
     mistakes = [
-        f"max_memory has a budget for {device!r}, which is no device: nothing could be put "
-        "there. Name accelerators by their numbers (0, 1, ...), and the others 'mps', "
-        "'cpu' and 'disk'."
+        f"max_memory has a budget for {device!r}, which is no device: nothing could be put there. "
+        "Name accelerators by their numbers (0, 1, ...), and the others 'mps', 'cpu' and 'disk'."
         for device in max_memory
         if device not in NAMED_TIERS and not (type(device) is int and device >= 0)
     ]
-    parsed_budgets: dict[DeviceKey, int] = {}
+    budgets: dict[DeviceKey, int] = {}
     for device in sorted(max_memory, key=_tier_order):
         budget: Any = max_memory[device]
         try:
             # What is computed from a number of bytes is a float as often as not, be it infinite.
             is_float = isinstance(budget, float) and budget >= 0
-            parsed_budgets[device] = (
-                int(min(budget, sys.maxsize)) if is_float else parse_bytes(budget)
-            )
+            budgets[device] = int(min(budget, sys.maxsize)) if is_float else parse_bytes(budget)
         except ConfigError as error:
             mistakes.append(f"max_memory[{device!r}]: {error}")
     if mistakes:
         raise ConfigError(*mistakes)
     present = [device for device, _ in _accelerator_memory(machine)]
-    absent = [
-        device for device in parsed_budgets if is_accelerator(device) and device not in present
-    ]
+    absent = [device for device in budgets if is_accelerator(device) and device not in present]
     if absent:
         text = "max_memory names devices that are not available: %s; this machine has %s. A map "
         text += "that uses them can be made here, and followed only where they are."
         _log.warning(text, absent, present or "no accelerator")
-    return parsed_budgets
+    return budgets
 
 
 def _tier_order(device: Any) -> tuple[int, int]:
@@ -264,9 +259,8 @@ def infer_auto_device_map(
     # Accelerate splits the model itself, also where its class must not be split.
     is_whole = type(model).__name__ in whole_classes
     parts = [("", model)] if is_whole else list(_direct_parts("", model))
-    blocks = _list_blocks(parts, whole_classes, module_sizes)
     packing = block_packing.pack_blocks(
-        block_packing.BlockForest(blocks, tied_groups),
+        block_packing.BlockForest(_list_blocks(parts, whole_classes, module_sizes), tied_groups),
         _tiers_of(budgets),
         may_skip_ahead=fallback_allocation,
     )
@@ -358,11 +352,8 @@ def _too_small_text(packing: block_packing.Packing) -> str:
 
 
 def _report_empty_devices(packing: block_packing.Packing) -> None:
-    needs = {
-        device: refusal.size + refusal.room_kept
-        for device, refusal in packing.refusals.items()
-        if not packing.held[device]
-    }
+    refusals = packing.refusals.items()
+    needs = {device: it.size + it.room_kept for device, it in refusals if not packing.held[device]}
     if needs:
         _log.info(
             "Nothing was put on %s, because of insufficient memory for the block whose turn it "
@@ -373,9 +364,8 @@ def _report_empty_devices(packing: block_packing.Packing) -> None:
 
 
 def _check_room_for_buffers(packing: block_packing.Packing, sizes: Mapping[str, float]) -> None:
-    buffer_bytes = sum(
-        sizes.get(name, 0) for name, device in packing.devices.items() if not is_accelerator(device)
-    )
+    away = [name for name, device in packing.devices.items() if not is_accelerator(device)]
+    buffer_bytes = sum(sizes.get(name, 0) for name in away)
     spare_bytes = [
         tier.budget - packing.held[tier.device] - packing.largest_kept_away * tier.keeps_room
         for tier in packing.tiers

@@ -68,11 +68,8 @@ def get_non_persistent_buffers(
     Without their submodules' names in front (`fqns`) those of different submodules may coincide.
     """
     saved_names = module.state_dict(keep_vars=True).keys()
-    names = {
-        name
-        for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)
-        if name not in saved_names
-    }
+    buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
+    names = {name for name, _ in buffers if name not in saved_names}
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
@@ -133,10 +130,8 @@ def compute_module_sizes(
         ConfigError: A format is none.
     """
     number_bytes = None if dtype is None else dtype_byte_size(_read_format(dtype))
-    special_bytes = {
-        tensor_name: dtype_byte_size(_read_format(special_format))
-        for tensor_name, special_format in (special_dtypes or {}).items()
-    }
+    special_formats = (special_dtypes or {}).items()
+    special_bytes = {name: dtype_byte_size(_read_format(it)) for name, it in special_formats}
     get_tensors = nn.Module.named_buffers if buffers_only else named_module_tensors
     module_sizes: dict[str, int] = defaultdict(int)
     for tensor_name, tensor in get_tensors(model, recurse=True):
@@ -260,11 +255,8 @@ def get_module_size_with_ties(
     # A module with two tied parameters comes along once.
     bytes_around = sum(module_sizes[name] for name in dict.fromkeys(holder_names))
     tied_bytes = sum(module_sizes[tied_param] for tied_param in tied_params)
-    return (
-        module_size + bytes_around - tied_bytes,
-        holder_names,
-        [parts_by_name[holder_name] for holder_name in holder_names],
-    )
+    holders = [parts_by_name[holder_name] for holder_name in holder_names]
+    return module_size + bytes_around - tied_bytes, holder_names, holders
 
 
 def _known_owner(tensor_name: str, names: Collection[str]) -> str:
@@ -286,9 +278,8 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     text_config = model_config if read_text_config is None else read_text_config(decoder=True)
     ties_words = getattr(text_config, "tie_word_embeddings", False)
     outputs: Any = getattr(model, "get_output_embeddings", lambda: None)
-    ties_halves = all(
-        getattr(model_config, name, False) for name in ("is_encoder_decoder", "tie_encoder_decoder")
-    )
+    flags = ("is_encoder_decoder", "tie_encoder_decoder")
+    ties_halves = all(getattr(model_config, name, False) for name in flags)
     ties_own = any(hasattr(module, "_tie_weights") for module in model.modules())
     return bool((ties_words and outputs() is not None) or ties_halves or ties_own)
 

@@ -82,11 +82,9 @@ def _write_weights(folder: Path, weights: Mapping[str, Any]) -> None:
         _file_name(weight_name)
         is_plain = isinstance(weight, torch.Tensor) and weight.layout is torch.strided
         if not is_plain or weight.is_meta or weight.is_quantized:
-            found = (
-                f"a tensor on {weight.device} of layout {weight.layout} and {weight.dtype}"
-                if isinstance(weight, torch.Tensor)
-                else f"{type(weight).__name__}"
-            )
+            found = type(weight).__name__
+            if isinstance(weight, torch.Tensor):
+                found = f"a tensor on {weight.device} of layout {weight.layout} and {weight.dtype}"
             raise ConfigError(
                 f"{weight_name!r} is {found}: it has no plain numbers that could be written to a "
                 "file. Load its values first, or leave it in memory."

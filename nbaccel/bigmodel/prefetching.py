@@ -139,13 +139,8 @@ class ExecutionOrder:
             steps.add((previous, coming))
             previous, coming = coming, self._expected(previous, coming)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExecutionOrder:
-        """An empty one: the blocks of a copied model register themselves when they run."""
-        copied = ExecutionOrder(self.window_bytes, self.prefetch)
-        memo[id(self)] = copied
-        return copied
-
     def __reduce__(self) -> tuple[type[ExecutionOrder], tuple[int, bool]]:
+        # A copy is empty: the blocks of a copied model register themselves when they run.
         return ExecutionOrder, (self.window_bytes, self.prefetch)
 
 
@@ -172,9 +167,7 @@ def start_copies(
     weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> CopiesUnderWay | None:
     """Begin to copy weights to a device, beside what it computes."""
-    host_weights = {
-        name: weight.detach() for name, weight in weights.items() if weight.device.type == "cpu"
-    }
+    host_weights = {n: it.detach() for n, it in weights.items() if it.device.type == "cpu"}
     runtime = registry.device_runtime(device.type) if is_accelerator(device) else None
     copies_beside = runtime and runtime.pins_host_memory and runtime.copies_without_blocking
     if not (host_weights and copies_beside):
@@ -196,10 +189,7 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
     device = stream.device
     # Outside of the stream, because this is the host's work. Pinned memory that is dropped early
     # is not used again by torch before the copies that read it are through.
-    pinned = {
-        name: weight if weight.is_pinned() else weight.pin_memory()
-        for name, weight in host_weights.items()
-    }
+    pinned = {n: it if it.is_pinned() else it.pin_memory() for n, it in host_weights.items()}
     index = torch.accelerator.current_device_index()
     previous_stream = torch.accelerator.current_stream(device)
     torch.accelerator.set_stream(stream)

@@ -83,8 +83,7 @@ def own_module(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 def parameter_like(example: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """A parameter with the class, attributes and `requires_grad` of another."""
-    can_have_gradient = data.is_floating_point() or data.is_complex()
-    wants_gradient = example.requires_grad and can_have_gradient
+    wants_gradient = example.requires_grad and (data.is_floating_point() or data.is_complex())
     # A tensor class of its own (as DTensor) counts as a parameter without being a subclass.
     is_subclass = nn.Parameter in type(example).__mro__
     # The constructor of a subclass may ask for anything; its base class's only for these.

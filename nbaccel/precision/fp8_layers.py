@@ -51,11 +51,8 @@ class LayerSelection:
 
 def select_layers(model: nn.Module, *, skip_first_and_last: bool) -> LayerSelection:
     """Choose the linear layers that can compute in 8 bits."""
-    layers = {
-        name or type(model).__name__: layer
-        for name, layer in model.named_modules()
-        if type(layer) in (nn.Linear, Fp8Linear)
-    }
+    linear = [(n, it) for n, it in model.named_modules() if type(it) in (nn.Linear, Fp8Linear)]
+    layers = {name or type(model).__name__: layer for name, layer in linear}
     ends = (*layers,)[:1] + (*layers,)[-1:] if skip_first_and_last else ()
     left: dict[str, str] = {}
     for name, layer in layers.items():
@@ -113,13 +110,11 @@ def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> No
     )
 
 
-def put_layers(
-    model: nn.Module, replacement_of: Callable[[str, nn.Module], nn.Module | None]
-) -> None:
+def put_layers(model: nn.Module, new_layer: Callable[[str, nn.Module], nn.Module | None]) -> None:
     """Put other layers, made from names and layers, in their place, with the same parameters."""
     for parent_name, parent in list(model.named_modules()):
         for name, layer in list(parent.named_children()):
-            replacement = replacement_of(f"{parent_name}.{name}" if parent_name else name, layer)
+            replacement = new_layer(f"{parent_name}.{name}" if parent_name else name, layer)
             if replacement is not None:
                 for parameter_name, parameter in layer.named_parameters(recurse=False):
                     # TransformerEngine's layers without a bias have an empty one.
@@ -137,8 +132,7 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
         weight = layer.weight
         if isinstance(weight, ScaledTensor):
             if id(weight) not in plain_weights:
-                values = master_values(weight)
-                plain = nn.Parameter(values, requires_grad=weight.requires_grad)
+                plain = nn.Parameter(master_values(weight), requires_grad=weight.requires_grad)
                 plain_weights[id(weight)] = (cast("nn.Parameter", weight), plain)
             layer.weight = plain_weights[id(weight)][1]
         layer.__class__ = nn.Linear  # type: ignore[assignment]
@@ -179,7 +173,6 @@ class Fp8Precision(Bf16):
         super().__init__(settings.device, settings.autocast, settings.scaler)
         self.settings = settings
         self.fp8 = settings.fp8 or Fp8Config()
-        self.choices: tuple[Choice, ...] = ()  # what was decided while preparing
         # Optimizers hold the parameters that models had before; some are prepared later.
         self._became = WeakTensorKeyDictionary()
 
@@ -194,7 +187,13 @@ class Fp8Precision(Bf16):
         models = []
         for model, selection in selections:
             models.append(self.convert_model(model, selection))
-            self._tell(model, selection)
+            name = type(model).__name__
+            what = self.describe()
+            described = selection.describe()
+            self.choices += (Choice(f"fp8 layers of {name}", what, described),)
+            # Layers that were asked for and stay out are worth a line; the rest is in the plan.
+            if self.settings.is_main and selection.left:
+                write_notice(f"nbaccel: {name} in fp8 by {what}: {described}.\n")
         return replace(bundle, models=tuple(models))
 
     def select(self, model: nn.Module) -> LayerSelection:
@@ -218,11 +217,3 @@ class Fp8Precision(Bf16):
 
     def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
-
-    def _tell(self, model: nn.Module, selection: LayerSelection) -> None:
-        what = self.describe()
-        described = selection.describe()
-        self.choices += (Choice(f"fp8 layers of {type(model).__name__}", what, described),)
-        # Layers that were asked for and stay out are worth a line; the rest is in the plan.
-        if self.settings.is_main and selection.left:
-            write_notice(f"nbaccel: {type(model).__name__} in fp8 by {what}: {described}.\n")

@@ -53,14 +53,12 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the factor, once per backward."""
-        self._check_scaled(optimizer)
-        self._finish_optimizer(optimizer)
+        self._begin_step_of(optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients are infinite; returns what its step returns."""
-        self._check_scaled(optimizer)
-        self._finish_optimizer(optimizer)
+        self._begin_step_of(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def get_scale(self) -> float:
@@ -83,14 +81,19 @@ class LossScaler(torch.amp.GradScaler):
         self._finish_unscaled()
         return super().__getstate__()
 
-    def _check_scaled(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_enabled() and torch_private.scale_tensor(self) is None:
+    def _begin_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.is_enabled():
+            return
+        if torch_private.scale_tensor(self) is None:
             raise UserMistake(
                 f"{type(optimizer).__name__} cannot step with mixed_precision='fp16': no loss went "
                 "through accelerator.backward(), which multiplies it so that small gradients "
                 "do not become zero in float16. Write accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
+        # A second step of the same optimizer belongs to the next iteration.
+        if self._waiting and torch_private.has_stepped(self, optimizer):
+            self._finish_unscaled()
 
     def _finish_unscaled(self) -> None:
         if self._waiting:
@@ -98,11 +101,6 @@ class LossScaler(torch.amp.GradScaler):
             # Without any gradient no flag was recorded, and torch's `update` would raise.
             if self.is_enabled() and torch_private.infinity_flags(self):
                 super().update()
-
-    def _finish_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        # A second step of the same optimizer belongs to the next iteration.
-        if self.is_enabled() and self._waiting and torch_private.has_stepped(self, optimizer):
-            self._finish_unscaled()
 
 
 _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
@@ -161,12 +159,9 @@ class _AutocastPrecision(Precision):
         # `__dict__`, because a compiled module passes attributes on to the module inside it.
         # Accelerate and its users look for the first forward under `_original_forward`.
         model.__dict__["_original_forward"] = forward
+        settings = self._settings
         model.__dict__["forward"] = AutocastForward(
-            forward,
-            self._device_type,
-            self.dtype,
-            self._settings.enabled,
-            self._settings.cache_enabled,
+            forward, self._device_type, self.dtype, settings.enabled, settings.cache_enabled
         )
 
     def unwrap_forward(self, model: nn.Module) -> None:
@@ -180,12 +175,9 @@ class _AutocastPrecision(Precision):
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         if self.dtype is None:
             return super().autocast(settings)
-        autocast_settings = settings or self._settings
+        given = settings or self._settings
         return torch.autocast(
-            self._device_type,
-            self.dtype,
-            autocast_settings.enabled,
-            cache_enabled=autocast_settings.cache_enabled,
+            self._device_type, self.dtype, given.enabled, cache_enabled=given.cache_enabled
         )
 
 

@@ -64,11 +64,8 @@ class NativeFp8(Fp8Precision):
 
     def state_dict(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """See :meth:`Precision.state_dict`: histories and scales by number of the model."""
-        return {
-            str(number): self._histories[model].state_dict()
-            for number, model in enumerate(models)
-            if model in self._histories
-        }
+        known = [(n, model) for n, model in enumerate(models) if model in self._histories]
+        return {str(number): self._histories[model].state_dict() for number, model in known}
 
     def load_state_dict(self, models: Iterable[nn.Module], state: Mapping[str, Any]) -> None:
         for number, model in enumerate(models):
@@ -141,10 +138,19 @@ class MsAmpFp8(NativeFp8):
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        if self._uses_package:
-            return self._by_package(bundle)
-        bundle = super().convert(bundle)
-        return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+        if not self._uses_package:
+            bundle = super().convert(bundle)
+            return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
+            raise ConfigError(
+                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
+                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
+                "Prepare them together, one pair at a time."
+            )
+        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
+        (model,), (optimizer,) = bundle.models, bundle.optimizers
+        model, optimizer = msamp.initialize(model, optimizer, opt_level=self.fp8.opt_level)
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
 
     def own_gradients(self, model: nn.Module) -> list[str]:
         return [name for name, weight in _scaled_weights(model) if weight.requires_grad]
@@ -185,10 +191,8 @@ class MsAmpFp8(NativeFp8):
                 f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
                 "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
             )
-        first_values = {
-            id(replacement): parameter.detach()
-            for parameter, replacement in follow_parameters(optimizer, self._became.get)
-        }
+        followed = follow_parameters(optimizer, self._became.get)
+        first_values = {id(replacement): parameter.detach() for parameter, replacement in followed}
         if self.fp8.opt_level == "O1":
             return optimizer
         owners: dict[int, int] = {}
@@ -199,23 +203,7 @@ class MsAmpFp8(NativeFp8):
         self._optimizers.append(scaled_optimizer)
         return scaled_optimizer
 
-    def _by_package(self, bundle: Bundle) -> Bundle:
-        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
-            raise ConfigError(
-                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
-                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
-                "Prepare them together, one pair at a time."
-            )
-        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
-        model, optimizer = msamp.initialize(
-            bundle.models[0], bundle.optimizers[0], opt_level=self.fp8.opt_level
-        )
-        return replace(bundle, models=(model,), optimizers=(optimizer,))
-
 
 def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:
-    return (
-        (name, weight)
-        for name, weight in model.named_parameters()
-        if isinstance(weight, ScaledTensor)
-    )
+    named = model.named_parameters()
+    return ((name, weight) for name, weight in named if isinstance(weight, ScaledTensor))

@@ -40,11 +40,8 @@ class TorchaoFp8(Fp8Precision):
         self._filter = self._handler.module_filter_func
         self.needs_layers = self._filter is None
         # torchao has it for one scale per tensor; without FSDP nothing is gathered.
-        self._gathers_in_fp8 = (
-            settings.is_sharded
-            and self.fp8.enable_fsdp_float8_all_gather
-            and self.fp8.recipe == "current"
-        )
+        is_wanted = settings.is_sharded and self.fp8.enable_fsdp_float8_all_gather
+        self._gathers_in_fp8 = is_wanted and self.fp8.recipe == "current"
 
     @cached_property
     def _configuration(self) -> Any:
@@ -127,17 +124,14 @@ def _quiet() -> Iterator[None]:
 
 def has_layers(model: nn.Module) -> bool:
     """Whether a model has layers of torchao."""
-    layer_class = _layer_class()
-    return layer_class is not None and any(isinstance(m, layer_class) for m in model.modules())
+    return any(isinstance(module, _layer_classes()) for module in model.modules())
 
 
 def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Put `nn.Linear` back in the place of torchao's layers, with the same parameters."""
-    layer_class = _layer_class()
 
     def plain_layer(_name: str, layer: Any) -> nn.Module | None:
-        is_theirs = layer_class is not None and isinstance(layer, layer_class)
-        if not is_theirs:
+        if not isinstance(layer, _layer_classes()):
             return None
         with torch.device("meta"):
             return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
@@ -146,7 +140,7 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return []
 
 
-def _layer_class() -> type[nn.Module] | None:
+def _layer_classes() -> tuple[Any, ...]:
     # Not imported: without it in this process there are no layers of it.
     module: Any = sys.modules.get("torchao.float8.float8_linear")
-    return None if module is None else module.Float8Linear
+    return () if module is None else (module.Float8Linear,)

@@ -34,12 +34,8 @@ _RECIPE_CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 _RECIPE_SETTINGS = (
-    "margin",
-    "interval",
-    "fp8_format",
-    "amax_history_len",
-    "amax_compute_algo",
-    "override_linear_precision",
+    *("margin", "interval", "fp8_format"),
+    *("amax_history_len", "amax_compute_algo", "override_linear_precision"),
 )
 
 
@@ -140,11 +136,8 @@ def build_recipe(fp8: Fp8Config, recipes: Any) -> tuple[Any, dict[str, Any]]:
             "version does not have. Update transformer_engine, or give another recipe."
         )
     known = {item.name for item in fields(recipe_class)}
-    said = {
-        name: getattr(fp8, name)
-        for name in _RECIPE_SETTINGS
-        if getattr(fp8, name) != Fp8Config.model_fields[name].default
-    }
+    defaults = {name: Fp8Config.model_fields[name].default for name in _RECIPE_SETTINGS}
+    said = {n: getattr(fp8, n) for n, default in defaults.items() if getattr(fp8, n) != default}
     arguments = {name: value for name, value in said.items() if name in known}
     if "fp8_format" in arguments:
         arguments["fp8_format"] = getattr(recipes.Format, arguments["fp8_format"])

@@ -50,7 +50,32 @@ class DdpStrategy(Strategy):
         self, place: Place, settings: DistributedDataParallelKwargs, precision: Precision
     ) -> None:
         super().__init__(place)
-        _check(settings)
+        kind = _Kind(settings.comm_hook)
+        wrapper = _Kind(settings.comm_wrapper)
+        mistakes = []
+        if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
+            mistakes.append(
+                f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
+                "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
+                f"{wrapper.value!r} as comm_hook."
+            )
+        state_option = settings.comm_state_option
+        if state_option and kind not in _WITH_STATE:
+            mistakes.append(
+                f"DistributedDataParallelKwargs(comm_state_option={state_option!r}) has no effect "
+                f"with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave it out, or "
+                "give comm_hook='power_sgd'."
+            )
+        if mistakes:
+            raise ConfigError(*mistakes)
+        if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
+            warnings.warn(
+                f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
+                f"first compressed step, number {state_option.get('start_powerSGD_iter', 1000)}: "
+                f"torch {torch.__version__} passes two-dimensional matrices to a function that "
+                "takes only batches of them. Give 'power_sgd', which compresses better.",
+                stacklevel=2,
+            )
         self._settings = settings
         self._precision = precision
         # Of models that no DDP is around, because their precision averages all gradients.
@@ -113,15 +138,12 @@ class DdpStrategy(Strategy):
         arguments = {name: settings[name] for name in settings if name not in _NOT_TORCHS}
         device = self.place.device
         # torch refuses `device_ids` for a model on the CPU.
-        wrapped = DistributedDataParallel(
-            model, device_ids=None if device.type == "cpu" else [device], **arguments
-        )
-        self._compress(wrapped)
+        device_ids = None if device.type == "cpu" else [device]
+        ddp = DistributedDataParallel(model, device_ids=device_ids, **arguments)
+        self._compress(ddp)
         if names:
-            self._precision.average_gradients(
-                model, lambda: bool(wrapped.require_backward_grad_sync)
-            )
-        return wrapped
+            self._precision.average_gradients(model, lambda: bool(ddp.require_backward_grad_sync))
+        return ddp
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; a collective where the precision keeps more digits."""
@@ -155,35 +177,6 @@ class DdpStrategy(Strategy):
                 f"{self.place.backend or 'default'} process group on {self.place.device}: {error}. "
                 "Gradients would be sent uncompressed. Give 'fp16', or leave it out."
             ) from error
-
-
-def _check(settings: DistributedDataParallelKwargs) -> None:
-    kind = _Kind(settings.comm_hook)
-    wrapper = _Kind(settings.comm_wrapper)
-    mistakes = []
-    if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
-        mistakes.append(
-            f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
-            "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
-            f"{wrapper.value!r} as comm_hook."
-        )
-    if settings.comm_state_option and kind not in _WITH_STATE:
-        mistakes.append(
-            f"DistributedDataParallelKwargs(comm_state_option={settings.comm_state_option!r}) has "
-            f"no effect with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave "
-            "it out, or give comm_hook='power_sgd'."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
-    if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
-        first_step = settings.comm_state_option.get("start_powerSGD_iter", 1000)
-        warnings.warn(
-            f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
-            f"first compressed step, number {first_step}: torch {torch.__version__} passes "
-            "two-dimensional matrices to a function that takes only batches of them. Give "
-            "'power_sgd', which compresses better.",
-            stacklevel=2,
-        )
 
 
 @contextmanager

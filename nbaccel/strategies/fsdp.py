@@ -83,11 +83,23 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         self, place: Place, settings: FullyShardedDataParallelPlugin, precision: Precision
     ) -> None:
         super().__init__(place)
-        _refuse_what_fails(place)
+        # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
+        if place.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise PlatformUnsupported(
+                f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, "
+                "whose fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
+            )
+        # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
+        if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
+            raise PlatformUnsupported(
+                f"fsdp_plugin was given where {place.world_size} processes talk by gloo about "
+                f"tensors on {place.device} (workers that share a GPU do): the process would be "
+                "killed by torch when shards are put together. Launch at most one process per GPU, "
+                "with NCCL, or leave fsdp_plugin out: a GPU that is shared has no more memory by "
+                "sharding."
+            )
         self._settings = settings
-        self._inner, self._root = _precision_policies(
-            settings.mixed_precision_policy, precision.dtype
-        )
+        self._inner, self._root = _mixed_policies(settings.mixed_precision_policy, precision.dtype)
         # Not a WeakKeyDictionary: it compares keys with ==, for tensors element by element.
         self._became = WeakTensorKeyDictionary()
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -141,15 +153,12 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
                 _give_back(own_spans)
         fully_shard(model, mp_policy=self._root, **self._arguments(ignored_set))
         new_parameters = dict(model.named_parameters(remove_duplicate=False))
-        for parameter_name, old_parameter in old_parameters.items():
+        for name, old_parameter in old_parameters.items():
             # A tied parameter has several names, but the collective below must run once for it.
-            if (
-                new_parameters[parameter_name] is not old_parameter
-                and old_parameter not in self._became
-            ):
-                self._became[old_parameter] = new_parameters[parameter_name]
+            if new_parameters[name] is not old_parameter and old_parameter not in self._became:
+                self._became[old_parameter] = new_parameters[name]
                 if not equal:
-                    optimizer_shards.refill_parameter(new_parameters[parameter_name], old_parameter)
+                    optimizer_shards.refill_parameter(new_parameters[name], old_parameter)
                 _give_back([old_spans[id(old_parameter)]])
         # In the model's order: a set has another one in every process.
         unsharded = [parameter for parameter in model.parameters() if parameter in ignored_set]
@@ -242,10 +251,8 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         return {tensor_name: whole_by_id[id(value)] for tensor_name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> None:
-        state_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
-        set_model_state_dict(
-            model, dict(state) if self.place.is_main else {}, options=state_options
-        )
+        settings = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+        set_model_state_dict(model, dict(state) if self.place.is_main else {}, options=settings)
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`; in host memory, empty but on process 0."""
@@ -274,17 +281,15 @@ def _give_back(spans: Iterable[tuple[int, int] | None]) -> None:
             mapped_files.drop_pages(*span, keep_written=True)
 
 
-def _precision_policies(
+def _mixed_policies(
     policy: Any, dtype: torch.dtype | None
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """For submodules and for the model itself, which returns float32 unless the user says more."""
+    if isinstance(policy, Mapping):
+        dtypes = {name: _policy_dtype(value) for name, value in policy.items()}
+        policy = MixedPrecisionPolicy(**dtypes)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy, policy
-    if isinstance(policy, Mapping):
-        shared_policy = MixedPrecisionPolicy(
-            **{name: _policy_dtype(value) for name, value in policy.items()}
-        )
-        return shared_policy, shared_policy
     compute_dtype = dtype if policy is None else _policy_dtype(policy)
     if compute_dtype is None:
         return MixedPrecisionPolicy(), MixedPrecisionPolicy()
@@ -304,23 +309,6 @@ def _policy_dtype(dtype: Any) -> Any:
             "torch.distributed.fsdp.MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
-
-
-def _refuse_what_fails(place: Place) -> None:
-    # It needs events of CPU streams: https://github.com/pytorch/pytorch/pull/145935
-    if place.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise PlatformUnsupported(
-            f"fsdp_plugin needs torch 2.7 or newer on a CPU: this is {torch.__version__}, whose "
-            "fully_shard trains on GPUs only. Update torch, or leave fsdp_plugin out."
-        )
-    # Functional collectives over gloo read a GPU's memory as the host's: SIGSEGV in torch 2.11.
-    if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
-        raise PlatformUnsupported(
-            f"fsdp_plugin was given where {place.world_size} processes talk by gloo about tensors "
-            f"on {place.device} (workers that share a GPU do): the process would be killed by "
-            "torch when shards are put together. Launch at most one process per GPU, with NCCL, "
-            "or leave fsdp_plugin out: a GPU that is shared has no more memory by sharding."
-        )
 
 
 def _refuse_meta_tensors(model: nn.Module) -> None:

@@ -72,8 +72,8 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
     if callable(policy):
         return {id(module) for module in model.modules() if policy(module)}
     named = settings.transformer_cls_names_to_wrap
+    classes = [named] if isinstance(named, str) else named or own_block_classes(model)
     if policy is None:
-        classes = [named] if isinstance(named, str) else named or own_block_classes(model)
         # What transformers names by default need not be there; what the user names must.
         return _of_classes(model, classes, strict=bool(named))
     policy_name = policy.lower()
@@ -83,7 +83,6 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
         return large_modules
     if policy_name == "no_wrap":
         return set()
-    classes = [named] if isinstance(named, str) else named or own_block_classes(model)
     if not classes:
         raise ConfigError(
             f"auto_wrap_policy={policy!r} needs the class names of the blocks: "
@@ -96,8 +95,7 @@ def _choose(model: nn.Module, settings: FullyShardedDataParallelPlugin) -> set[i
 def own_block_classes(model: nn.Module) -> Sequence[str]:
     """The blocks that models of transformers name; most name some they do not have."""
     named: Iterable[str] = getattr(model, "_no_split_modules", None) or ()
-    classes = {type(module).__name__ for module in model.modules()}
-    return sorted(classes.intersection(named))
+    return sorted({type(module).__name__ for module in model.modules()}.intersection(named))
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> set[int]:
@@ -112,18 +110,16 @@ def _of_classes(model: nn.Module, classes: Sequence[str], *, strict: bool) -> se
     return {id(module) for module in model.modules() if type(module).__name__ in classes}
 
 
-def _by_size(module: nn.Module, least_size: int, large_modules: set[int]) -> int:
+def _by_size(module: nn.Module, least_size: int, large: set[int]) -> int:
     """Collect large modules, innermost first; returns what is left to outer ones."""
     from torch import nn
 
     size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    remaining_size = size + sum(
-        _by_size(child, least_size, large_modules) for child in module.children()
-    )
+    remaining_size = size + sum(_by_size(child, least_size, large) for child in module.children())
     # Containers have no forward, so the hooks that gather parameters would never run.
     if remaining_size < least_size or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return remaining_size
-    large_modules.add(id(module))
+    large.add(id(module))
     return 0
 
 

@@ -33,26 +33,20 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
     # A list, because the loop replaces keys of the dictionary.
     for old_parameter in [parameter for parameter in optimizer.state if parameter in became]:
         new_parameter = became[old_parameter]
-        parameter_state = optimizer.state.pop(old_parameter)
-        optimizer.state[new_parameter] = {
-            name: _shard_state(name, value, old_parameter, new_parameter)
-            for name, value in parameter_state.items()
-        }
-
-
-def _shard_state(
-    name: str, value: Any, old_parameter: torch.Tensor, new_parameter: torch.Tensor
-) -> Any:
-    # Such as Adam's step: the same on every process.
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    if value.shape != old_parameter.shape:
-        raise ConfigError(
-            f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a parameter "
-            f"of shape {tuple(old_parameter.shape)}: it is unknown which part of it belongs to "
-            "which shard. Call prepare before the first step, or load its state after prepare."
-        )
-    return place_like(value, new_parameter)
+        state = optimizer.state.pop(old_parameter)
+        for name, value in state.items():
+            # Such as Adam's step: the same on every process.
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue
+            if value.shape != old_parameter.shape:
+                raise ConfigError(
+                    f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a "
+                    f"parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of "
+                    "it belongs to which shard. Call prepare before the first step, or load its "
+                    "state after prepare."
+                )
+            state[name] = place_like(value, new_parameter)
+        optimizer.state[new_parameter] = state
 
 
 def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -66,10 +60,9 @@ def place_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     device_mesh = parameter.device_mesh
     placements = parameter.placements if value.shape == parameter.shape else [Replicate()]
     # On the mesh's device type, where its backend works: NCCL cannot send from host memory.
-    distributed_value = distribute_tensor(
-        value.detach().to(device_mesh.device_type), device_mesh, placements
-    )
-    return distributed_value.to(parameter.device)  # host memory, where shards are offloaded
+    on_device = value.detach().to(device_mesh.device_type)
+    # Host memory is the parameter's device where shards are offloaded.
+    return distribute_tensor(on_device, device_mesh, placements).to(parameter.device)
 
 
 def refill_parameter(parameter: torch.Tensor, whole_tensor: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -71,25 +70,31 @@ class ReplicasStrategy(Strategy):
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
-    def join(
-        self, models: Iterable[nn.Module], **options: Any
-    ) -> AbstractContextManager[None] | None:
-        """See :meth:`Strategy.join`; None: every step needs every process."""
-        return None
+    def join(self, models: Iterable[nn.Module], **options: Any) -> None:
+        """See :meth:`Strategy.join`; always None: every step needs every process."""
 
     def average_gradients(self) -> None:
         """Average what backward passes have left since the last time; a collective."""
         if not self._has_new_gradients:
             return
         self._has_new_gradients = False
-        gradients = [
-            parameter.grad
-            for model in self._models
-            for parameter in model.parameters()
-            if parameter.requires_grad and parameter.grad is not None
-        ]
+        parameters = [p for model in self._models for p in model.parameters() if p.requires_grad]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if not self._device.average_gradients(gradients, self.place.world_size):
-            _check_gradients(gradients, self.place.world_size)
+            # gloo would add up what does not belong together, or wait for ever.
+            sizes = [gradient.numel() for gradient in gradients]
+            own_counts = torch.tensor([len(sizes), sum(sizes)])
+            all_counts = [torch.empty_like(own_counts) for _ in range(self.place.world_size)]
+            dist.all_gather(all_counts, own_counts)
+            if any(not torch.equal(counts, own_counts) for counts in all_counts):
+                by_process = ", ".join(
+                    f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
+                )
+                raise CollectiveMismatch(
+                    f"The processes have gradients of different parameters ({by_process} of them): "
+                    "they cannot be averaged. Let every process use the same parts of the model in "
+                    "each step, or add 0 * parameter.sum() of the unused ones to the loss."
+                )
             average(gradients, self.place.world_size, by_host=True)
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
@@ -97,22 +102,6 @@ class ReplicasStrategy(Strategy):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.average_gradients()
-
-
-def _check_gradients(gradients: list[torch.Tensor], world_size: int) -> None:
-    # gloo would add up what does not belong together, or wait for ever.
-    own_counts = torch.tensor([len(gradients), sum(gradient.numel() for gradient in gradients)])
-    all_counts = [torch.empty_like(own_counts) for _ in range(world_size)]
-    dist.all_gather(all_counts, own_counts)
-    if any(not torch.equal(counts, own_counts) for counts in all_counts):
-        by_process = ", ".join(
-            f"process {rank}: {int(counts[0])}" for rank, counts in enumerate(all_counts)
-        )
-        raise CollectiveMismatch(
-            f"The processes have gradients of different parameters ({by_process} of them): they "
-            "cannot be averaged. Let every process use the same parts of the model in each step, "
-            "or add 0 * parameter.sum() of the unused ones to the loss."
-        )
 
 
 def _take_weights_of_first(model: nn.Module) -> None:

@@ -283,10 +283,8 @@ def shard_problems(folder: Path, metadata: Metadata, first_file: int, file_step:
         # An extension of the user's has compressed the others, so they are no archives.
         if not info.transform_descriptors
     )
-    files_with_entries = [
-        (file_name, list(file_entries))
-        for file_name, file_entries in itertools.groupby(stored_entries, key=lambda entry: entry[0])
-    ]
+    by_file = itertools.groupby(stored_entries, key=lambda entry: entry[0])
+    files_with_entries = [(file_name, list(file_entries)) for file_name, file_entries in by_file]
     entries = metadata.state_dict_metadata.items()
     plain_names = {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
     return [
@@ -351,10 +349,9 @@ class OwnPartCheckpoints:
         saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
         if optimizer is not None:
             optimizer_state = optimizer.state_dict()
-            saved_content.update(
-                _flatten_entries(_GROUPS_PREFIX, dict(enumerate(optimizer_state["param_groups"])))
-            )
-            saved_content.update(_flatten_entries(_STATE_PREFIX, optimizer_state["state"]))
+            param_groups = dict(enumerate(optimizer_state["param_groups"]))
+            saved_content |= _flatten_entries(_GROUPS_PREFIX, param_groups)
+            saved_content |= _flatten_entries(_STATE_PREFIX, optimizer_state["state"])
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return
@@ -366,19 +363,14 @@ class OwnPartCheckpoints:
                 "state_dict_type='FULL_STATE_DICT'."
             )
         # Made by all processes in the same order, also by those that are not in them.
-        all_groups = [dist.new_group(list(ranks), backend="gloo") for ranks in ranks_by_folder]
-        rank = dist.get_rank()
-        pairs = zip(all_groups, ranks_by_folder, strict=True)
-        own_groups = [group for group, ranks in pairs if rank in ranks]
+        groups = [(dist.new_group(list(ranks), backend="gloo"), ranks) for ranks in ranks_by_folder]
+        own_group = next(group for group, ranks in groups if dist.get_rank() in ranks)
         try:
             write_shards(
-                saved_content,
-                checkpoint_id=folder,
-                process_group=own_groups[0],
-                planner=_PartPlanner(),
+                saved_content, checkpoint_id=folder, process_group=own_group, planner=_PartPlanner()
             )
         finally:
-            dist.destroy_process_group(own_groups[0])
+            dist.destroy_process_group(own_group)
 
     def check_sharded(
         self,
@@ -404,11 +396,8 @@ class OwnPartCheckpoints:
             and isinstance(entry_metadata, TensorStorageMetadata)
         }
         model_tensors = _model_slots(model, left_out)
-        expected_shapes = {
-            name: tuple(value.shape)
-            for name, value in model_tensors.items()
-            if isinstance(value, torch.Tensor)
-        }
+        tensors = {n: it for n, it in model_tensors.items() if isinstance(it, torch.Tensor)}
+        expected_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = expected_shapes.items()
         other_names = [name for name, shape in expected if saved_shapes.get(name) != shape]
         if other_names:
@@ -438,9 +427,8 @@ class OwnPartCheckpoints:
             # DCP reads only into given tensors; an optimizer that has not stepped has none.
             content.update(_optimizer_slots(optimizer, folder, metadata))
         read_entries(content, folder, metadata)
-        set_model_state_dict(
-            model, content.pop("model"), options=StateDictOptions(strict=not left_out)
-        )
+        options = StateDictOptions(strict=not left_out)
+        set_model_state_dict(model, content.pop("model"), options=options)
         if optimizer is not None:
             param_groups = _nest_entries(_GROUPS_PREFIX, content)
             optimizer.load_state_dict(
@@ -469,9 +457,8 @@ class _PartPlanner(DefaultSavePlanner):
 
 def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     # torch's function gives names without the prefixes of wrappers.
-    return {
-        name: value for name, value in get_model_state_dict(model).items() if name not in left_out
-    }
+    state = get_model_state_dict(model)
+    return {name: value for name, value in state.items() if name not in left_out}
 
 
 def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:

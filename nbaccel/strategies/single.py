@@ -23,10 +23,6 @@ class SingleStrategy(Strategy):
 
     name: ClassVar[str] = "single"
 
-    def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; the bundle as it is."""
-        return bundle
-
 
 _AXIS = "chips"
 
@@ -38,9 +34,8 @@ class SpmdStrategy(Strategy):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        runtime = (
-            importlib.import_module("torch_xla.runtime") if place.device.type == "xla" else None
-        )
+        is_xla = place.device.type == "xla"
+        runtime = importlib.import_module("torch_xla.runtime") if is_xla else None
         if runtime is None or not runtime.is_spmd():
             raise ConfigError(
                 f'strategy="spmd" needs torch_xla in its SPMD mode: this process computes on '

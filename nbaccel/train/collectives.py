@@ -77,9 +77,8 @@ class Collectives:
         # Detached only where it must be: a new object may be freed last by a thread of gloo, which
         # waits for Python's lock then.
         local_rows = _as_sent(rows.detach() if rows.requires_grad else rows)
-        all_rows = local_rows.new_empty(
-            (self.place.world_size * local_rows.shape[0], *local_rows.shape[1:])
-        )
+        num_rows = self.place.world_size * local_rows.shape[0]
+        all_rows = local_rows.new_empty((num_rows, *local_rows.shape[1:]))
         _all_gather(_copyable(all_rows), _copyable(local_rows))
         return all_rows.to(tensor.device)
 
@@ -91,8 +90,7 @@ class Collectives:
 
     def gather_rows(self, tree: Any, rows: int | None, *, as_objects: bool = False) -> Any:
         """Like :meth:`gather`, or :meth:`gather_object` where there is no tensor, cut to length."""
-        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
-        if as_objects or not has_tensors:
+        if as_objects or not any(isinstance(leaf, torch.Tensor) for leaf in leaves(tree)):
             objects: Any = self.gather_object(tree)
             # With one process it is what was given, which need not be a list.
             return objects[:rows] if isinstance(objects, Sequence) else objects
@@ -161,7 +159,16 @@ class Collectives:
     ) -> Any:
         """Make all processes' tensors equally long in one dimension, so that they can be joined."""
         if any(map(_is_nested, leaves(tree))):
-            return self._pad_around_nested(tree, dim, pad_index, pad_first)
+            warnings.warn(
+                "pad_across_processes got a nested tensor: its rows have lengths of their own, so "
+                "it stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather "
+                "it.",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+            others = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
+            padded = iter(self.pad_across_processes(others, dim, pad_index, pad_first))
+            return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
         if self.place.is_alone:
             return tree
         signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
@@ -173,23 +180,21 @@ class Collectives:
                 f"({found}): it is unclear which belong together. Give as many tensors with as "
                 "many dimensions on every process."
             )
-        shapes = list(zip(*shapes_by_rank, strict=True))
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
-        iterator = iter(shapes)
-        return map_leaves(
-            lambda tensor: _pad_tensor(tensor, next(iterator), dim, pad_index, pad_first), tree
-        )
+        shapes_by_leaf = zip(*shapes_by_rank, strict=True)
 
-    def _pad_around_nested(self, tree: Any, *settings: Any) -> Any:
-        warnings.warn(
-            "pad_across_processes got a nested tensor: its rows have lengths of their own, so it "
-            "stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather it.",
-            CannotPadNestedTensorWarning,
-            stacklevel=3,
-        )
-        tensors = [leaf for leaf in leaves(tree) if not _is_nested(leaf)]
-        padded = iter(self.pad_across_processes(tensors, *settings))
-        return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            shapes = next(shapes_by_leaf)
+            if not -tensor.dim() <= dim < tensor.dim():
+                return tensor
+            rows = max(shape[dim] for shape in shapes) - tensor.shape[dim]
+            if rows == 0:
+                return tensor
+            pad_widths = [0, 0] * (tensor.dim() - dim % tensor.dim())
+            pad_widths[-2 if pad_first else -1] = rows  # torch counts them from the last
+            return functional.pad(tensor, pad_widths, value=pad_index)
+
+        return map_leaves(pad, tree)
 
 
 def _is_nested(leaf: Any) -> bool:
@@ -213,23 +218,6 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.dtype in _COPIED_AS_BYTES else tensor
-
-
-def _pad_tensor(
-    tensor: torch.Tensor,
-    shapes_by_rank: tuple[list[int], ...],
-    dim: int,
-    value: float,
-    pad_first: bool,
-) -> torch.Tensor:
-    if not -tensor.dim() <= dim < tensor.dim():
-        return tensor
-    rows = max(shape[dim] for shape in shapes_by_rank) - tensor.shape[dim]
-    if rows == 0:
-        return tensor
-    pad_widths = [0, 0] * (tensor.dim() - dim % tensor.dim())
-    pad_widths[-2 if pad_first else -1] = rows  # `pad` counts dimensions from the last
-    return functional.pad(tensor, pad_widths, value=value)
 
 
 def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple[int, ...]], ...]:
@@ -263,10 +251,9 @@ def tensor_fingerprint(tensor: torch.Tensor) -> int:
     for first_element in range(0, integers.numel(), _CHUNK_ELEMENTS):
         chunk = integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
         # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
-        weighted_sum += (
-            chunk
-            * torch.arange(first_element + 1, first_element + 1 + len(chunk), device=chunk.device)
-        ).sum()
+        first = first_element + 1
+        positions = torch.arange(first, first + len(chunk), device=chunk.device)
+        weighted_sum += (chunk * positions).sum()
     return int(weighted_sum)
 
 

@@ -79,10 +79,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def __len__(self) -> int:
         num_batches = len(self.base)
         if not self.settings.split_batches:
-            num_rounds = num_batches / self.settings.place.world_size
-            num_batches = (
-                math.floor(num_rounds) if self.settings.drop_last else math.ceil(num_rounds)
-            )
+            rounded = math.floor if self.settings.drop_last else math.ceil
+            num_batches = rounded(num_batches / self.settings.place.world_size)
         return max(0, num_batches - self.batches_to_drop)
 
     def _count_remainder(self, last_batch: Any) -> int:
@@ -96,9 +94,8 @@ class DataLoaderDispatcher(PreparedLoader):
         if self.settings.place.is_alone:
             return super()._open_source(draws_now=draws_now)
         if self.settings.place.is_main:
-            return self._round_parts(
-                self._joined_batches(super()._open_source(draws_now=draws_now))
-            )
+            source = super()._open_source(draws_now=draws_now)
+            return self._round_parts(self._joined_batches(source))
         # On the others nothing is read, but as much is drawn as process 0 draws to begin.
         if isinstance(self.dataset, IterDataPipe):
             iter(self.base)  # torch lets all processes agree on a seed here
@@ -135,9 +132,8 @@ class DataLoaderDispatcher(PreparedLoader):
             rows_each = math.ceil(num_rows / world_size)
             while 0 < (trees.find_batch_size(batch) or 0) < rows_each * world_size:
                 batch = trees.concatenate([batch, first_rows])
-            yield self._slice_batch(
-                batch, slice(place.rank * rows_each, (place.rank + 1) * rows_each)
-            )
+            first_row = place.rank * rows_each
+            yield self._slice_batch(batch, slice(first_row, first_row + rows_each))
 
     def _slice_batch(self, batch: Any, rows: slice) -> Any:
         if self.slice_fn is None:

@@ -192,14 +192,6 @@ class CompileWatch:
             yield
         finally:
             self._enter_phase("")
-        self._end(shapes, number)
-
-    def _enter_phase(self, phase: str) -> None:
-        self.phase = phase
-        if reporter := metrics_reporter.current():
-            reporter.note_phase(phase)
-
-    def _end(self, shapes: _Shapes, number: int) -> None:
         counts = self._device.compile_counts() or self.counts
         has_compiled = counts.programs > self.counts.programs
         self.counts = counts
@@ -227,6 +219,11 @@ class CompileWatch:
                     "is part of the program: give it to the operation as a tensor on the device.",
                 )
 
+    def _enter_phase(self, phase: str) -> None:
+        self.phase = phase
+        if reporter := metrics_reporter.current():
+            reporter.note_phase(phase)
+
     def _tell(self, cause: str, text: str) -> None:
         # Without times, in which ranks differ: a line that all of them say is shown once.
         if cause not in self.named_causes:
@@ -235,11 +232,8 @@ class CompileWatch:
 
 
 def _shapes_of(batch: Any) -> _Shapes:
-    return tuple(
-        (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
-        for leaf in leaves(batch)
-        if isinstance(leaf, torch.Tensor)
-    )
+    tensors = (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+    return tuple((str(it.dtype).removeprefix("torch."), tuple(it.shape)) for it in tensors)
 
 
 def _describe(shapes: _Shapes) -> str:

@@ -426,13 +426,11 @@ class PreparedLoader(DataLoader[Any]):
     def _moved(self, batch: Any) -> Any:
         settings = self.settings
         # Where operations are queued, the device still computes the step before.
-        moved_batch = send_to_device(
-            batch, settings.device or "cpu", non_blocking=settings.non_blocking
-        )
+        moved = send_to_device(batch, settings.device or "cpu", non_blocking=settings.non_blocking)
         if settings.place_batch is not None:
-            for tensor in leaves(moved_batch):
+            for tensor in leaves(moved):
                 settings.place_batch(tensor)
-        return moved_batch
+        return moved
 
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""
@@ -450,11 +448,9 @@ class PreparedLoader(DataLoader[Any]):
                 )
             self.set_epoch(position.epoch)
             continues_epoch = settings.stateful and not settings.skip_batches and is_resumed
-            skipped_batches = (
-                restored_state["batches_seen"] if continues_epoch else settings.skip_batches
-            )
+            skipped = restored_state["batches_seen"] if continues_epoch else settings.skip_batches
             # After they are synchronised: the order is drawn from the states that are kept.
-            position.begin_epoch(skipped_batches)
+            position.begin_epoch(skipped)
             # Before its next iterator is made, when torchdata applies a loaded state.
             if continues_epoch and restored_state["base"] is not None:
                 self.base.load_state_dict(restored_state["base"])  # type: ignore[attr-defined]

@@ -50,7 +50,6 @@ class Resuming:
         self._to_skip: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         self._running: list[int] = []  # numbers of loaders that are iterated over, innermost last
         self._stopped_at = (0, 0)  # which loop over epochs, and which of its rounds
-
         self._generators: dict[str, Any] | None = None
 
     @classmethod

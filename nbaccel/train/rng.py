@@ -127,39 +127,30 @@ def synchronize_rng_states(
     """Let every process draw what process 0 would: a collective."""
     # An enum member counts as its value: Accelerate's RNGType is one.
     type_names = [str(getattr(type_name, "value", type_name)) for type_name in rng_types]
+    accessors: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
+    }
+    devices = (device for device in registry.devices() if device.has_random_state)
+    accessors |= {it.kind: (it.random_state, it.set_random_state) for it in devices}
+    if generator is not None:
+        accessors["generator"] = (generator.get_state, generator.set_state)
     # Before any exchange, so that a wrong name is refused on every process.
-    accessors = {type_name: _state_accessors(type_name, generator) for type_name in type_names}
-    if collectives is None or collectives.place.is_alone or not accessors:
+    for type_name in type_names:
+        if type_name == "generator" and generator is None:
+            raise ConfigError(
+                f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose "
+                "state could be shared. Give a torch.Generator, or leave it out of rng_types."
+            )
+        if type_name not in accessors:
+            types = [*dict.fromkeys((*accessors, "generator"))]
+            raise ConfigError(
+                f"rng_types has {type_name!r}, which is the name of no generator. The processes "
+                f"would draw different numbers.{closest(type_name, types)} Give one of "
+                f"{', '.join(types)}."
+            )
+    if collectives is None or collectives.place.is_alone or not type_names:
         return
-    states = {type_name: get_state() for type_name, (get_state, _) in accessors.items()}
+    states = {type_name: accessors[type_name][0]() for type_name in type_names}
     for type_name, state in collectives.broadcast_object(states).items():
         _, set_state = accessors[type_name]
         set_state(state)
-
-
-_StateAccessors = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _state_accessors(type_name: str, generator: torch.Generator | None) -> _StateAccessors:
-    if type_name == "generator" and generator is None:
-        raise ConfigError(
-            f"rng_types has {type_name!r}, but generator={generator!r}: there is none whose state "
-            "could be shared. Give a torch.Generator, or leave it out of rng_types."
-        )
-    accessors: dict[str, _StateAccessors] = {
-        name: (get_state, set_state) for name, (_, get_state, set_state) in _HOST_GENERATORS.items()
-    }
-    accessors |= {
-        device.kind: (device.random_state, device.set_random_state)
-        for device in registry.devices()
-        if device.has_random_state
-    }
-    if generator is not None:
-        accessors["generator"] = (generator.get_state, generator.set_state)
-    if type_name not in accessors:
-        types = [*dict.fromkeys((*accessors, "generator"))]
-        raise ConfigError(
-            f"rng_types has {type_name!r}, which is the name of no generator. The processes would "
-            f"draw different numbers.{closest(type_name, types)} Give one of {', '.join(types)}."
-        )
-    return accessors[type_name]

@@ -185,8 +185,7 @@ class BatchSamplerShard(BatchSampler):
             yield share
 
     def _last_share(self, last_round: list[list[int]], first_round: list[list[int]]) -> Any:
-        is_short = len(last_round) < self.num_processes
-        if not last_round or (self.drop_last and is_short):
+        if not last_round or (self.drop_last and len(last_round) < self.num_processes):
             return None
         if self.drop_last or not self.even_batches:
             return last_round[self.process_index] if self.process_index < len(last_round) else None
@@ -194,11 +193,9 @@ class BatchSamplerShard(BatchSampler):
             batches = itertools.chain(last_round, itertools.cycle(first_round))
             return next(itertools.islice(batches, self.process_index, None))
         # `cycle`, because the whole epoch may be shorter than what is missing in its only round.
-        sample_indices = itertools.chain(
-            *last_round, itertools.cycle(list(itertools.chain(*first_round)))
-        )
+        indices = itertools.chain(*last_round, itertools.cycle(list(itertools.chain(*first_round))))
         first_sample = self.process_index * self.batch_size
-        return list(itertools.islice(sample_indices, first_sample, first_sample + self.batch_size))
+        return list(itertools.islice(indices, first_sample, first_sample + self.batch_size))
 
 
 class SkipBatchSampler(BatchSampler):

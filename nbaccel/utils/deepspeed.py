@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.public_names import name_own
-from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import (
     DummyOptim as DummyOptim,
     DummyScheduler as DummyScheduler,
 )
-
-if TYPE_CHECKING:
-    from nbaccel.deepspeed.plugin import DeepSpeedPlugin
-else:
-    DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
+from nbaccel.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:

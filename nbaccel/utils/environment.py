@@ -63,8 +63,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 def _purge_methods(test_class: type[Any]) -> None:
     for name in dir(test_class):  # what it inherits, too
         method = getattr(test_class, name)
-        is_test = name.startswith("test") and callable(method)
-        if is_test and not hasattr(method, _PURGED_MARK):
+        if name.startswith("test") and callable(method) and not hasattr(method, _PURGED_MARK):
             setattr(test_class, name, _purged(method))
 
 

@@ -66,7 +66,17 @@ def merge_fsdp_weights(
     """
     state = PartialState()
     if state.is_main_process:
-        folder = _shards_in(Path(checkpoint_dir))
+        folder = Path(checkpoint_dir)
+        if not (folder / ".metadata").exists():
+            inside = sorted(path.parent for path in folder.glob("pytorch_model_fsdp_*/.metadata"))
+            if len(inside) != 1:
+                raise ConfigError(
+                    f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one "
+                    f"model: found were {[path.name for path in inside] or 'none'}. Give the "
+                    "folder pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
+                    "state_dict_type='SHARDED_STATE_DICT'."
+                )
+            (folder,) = inside
         stored_tensors, read_into = _stored_tensors(folder)
         if safe_serialization:
             _write_merged_file(stored_tensors, read_into, Path(output_path))
@@ -83,19 +93,6 @@ def merge_fsdp_weights(
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()
-
-
-def _shards_in(folder: Path) -> Path:
-    if (folder / ".metadata").exists():
-        return folder
-    inside = sorted(path.parent for path in folder.glob("pytorch_model_fsdp_*/.metadata"))
-    if len(inside) == 1:
-        return inside[0]
-    raise ConfigError(
-        f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one model: found "
-        f"were {[path.name for path in inside] or 'none'}. Give the folder pytorch_model_fsdp_0 of "
-        "a checkpoint that save_state wrote with state_dict_type='SHARDED_STATE_DICT'."
-    )
 
 
 def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
@@ -118,12 +115,7 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
             f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no weights of a model, but "
             f"{len(metadata.state_dict_metadata)} other entries. Give the model's folder."
         )
-    _refuse_missing_shards(tensors, folder)
-    return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
-
-
-def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
-    """Refuse one host's part of a checkpoint: what is missing would be any bytes in the file."""
+    # Of one host's part of a checkpoint, what is missing would be any bytes in the file.
     for name, kept in tensors.items():
         num_stored = sum(math.prod(chunk.sizes) for chunk in kept.chunks)
         if num_stored < math.prod(kept.size):
@@ -133,6 +125,7 @@ def _refuse_missing_shards(tensors: dict[str, Any], folder: Path) -> None:
                 "host's part of a checkpoint that was saved without a shared disk. Load it with "
                 "the processes that saved it, and write whole weights by accelerator.save_model."
             )
+    return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 
 
 def _write_merged_file(
@@ -157,12 +150,14 @@ def _write_merged_file(
                 file.truncate(total_bytes)
             file.write(head)
         storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=total_bytes)
-        read_into(
-            {
-                key: _view_of(storage, stored, begin)
-                for (key, stored), begin in zip(ordered, begins, strict=True)
-            }
-        )
+        views: dict[str, Any] = {}
+        for (key, stored), begin in zip(ordered, begins, strict=True):
+            dtype = stored.properties.dtype
+            strides = torch.empty(stored.size, device="meta").stride()
+            first_element = begin // dtype.itemsize
+            views[key] = torch.empty(0, dtype=dtype)
+            views[key].set_(storage, first_element, stored.size, strides)
+        read_into(views)
 
 
 def _dtype_code(key: str, stored: Any) -> str:
@@ -173,14 +168,6 @@ def _dtype_code(key: str, stored: Any) -> str:
             "could not be written. Merge with --unsafe_serialization (safe_serialization=False)."
         )
     return code
-
-
-def _view_of(storage: torch.UntypedStorage, stored: Any, first_byte: int) -> torch.Tensor:
-    dtype = stored.properties.dtype
-    strides = torch.empty(stored.size, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(
-        storage, first_byte // dtype.itemsize, stored.size, strides
-    )
 
 
 name_own(globals())

@@ -158,7 +158,6 @@ def is_rocm_available() -> bool:
 
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether there is the GPU of a Mac."""
-    del min_version
     return torch.backends.mps.is_available() and torch.backends.mps.is_built()
 
 

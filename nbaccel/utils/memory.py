@@ -97,7 +97,7 @@ def find_executable_batch_size(
             try:
                 return function(size, *args, **kwargs)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
-                if not _is_out_of_memory(error):
+                if not should_reduce_batch_size(error):
                     raise
                 _log.warning("batch size %s does not fit into memory", size)
                 failed = size
@@ -118,12 +118,10 @@ def find_executable_batch_size(
 
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Whether a smaller batch may help: memory was not enough."""
-    return isinstance(exception, RuntimeError) and _is_out_of_memory(exception)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(part in text for part in _OUT_OF_MEMORY)
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    text = str(exception)
+    return isinstance(exception, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
 
 
 name_own(globals())

@@ -74,7 +74,6 @@ def is_peft_model(model: nn.Module) -> bool:
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """What scales losses under fp16, for this process's device."""
-    del distributed_type
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
 
 
@@ -116,8 +115,22 @@ def align_module_device(
     """
     hook = _offloading_hook(module)
     if hook is not None:
-        with _brought_in(module, hook, execution_device):
+        usual_device = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            # Those of other libraries bring weights in as part of a call.
+            if hasattr(hook, "bring_in"):
+                hook.bring_in(module)
+            else:
+                hook.pre_forward(module)
             yield
+        finally:
+            if hasattr(hook, "send_out"):
+                hook.send_out(module)
+            else:
+                hook.post_forward(module, None)
+            hook.execution_device = usual_device
     elif execution_device is None:
         yield
     else:
@@ -131,28 +144,10 @@ def align_module_device(
                 set_module_tensor_to_device(module, name, device)
 
 
-@contextlib.contextmanager
-def _brought_in(module: nn.Module, hook: Any, execution_device: Any) -> Iterator[None]:
-    usual_device = hook.execution_device
-    if execution_device is not None:
-        hook.execution_device = execution_device
-    # Those of other libraries bring weights in as part of a call.
-    bring_in = getattr(hook, "bring_in", None) or hook.pre_forward
-    send_out = getattr(hook, "send_out", None) or (lambda owner: hook.post_forward(owner, None))
-    try:
-        bring_in(module)
-        yield
-    finally:
-        send_out(module)
-        hook.execution_device = usual_device
-
-
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """A state dict in host memory, with offloaded weights; warns of those without values."""
-    state: dict[str, Any] = {
-        name: value.to("cpu") if _has_values(value) else value
-        for name, value in model.state_dict().items()
-    }
+    there = model.state_dict().items()
+    state: dict[str, Any] = {n: it.to("cpu") if _has_values(it) else it for n, it in there}
     for module_name, module in model.named_modules():
         if has_offloaded_params(module):
             prefix = f"{module_name}." if module_name else ""

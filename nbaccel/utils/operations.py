@@ -169,7 +169,6 @@ def slice_tensors(
     data: Any, tensor_slice: Any, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Take the same part of every tensor, in the same containers."""
-    del process_index, num_processes
     return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -273,8 +272,6 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
 
 name_own(
     globals(),
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "find_batch_size",
-    "send_to_device",
+    *("CannotPadNestedTensorWarning", "DistributedOperationException"),
+    *("find_batch_size", "send_to_device"),
 )

@@ -74,8 +74,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         ("deepspeed", "DeepSpeedEngine"),
     )
     imported = (getattr(sys.modules.get(module), name, None) for module, name in named_classes)
-    torch_classes = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    classes = (*torch_classes, *filter(None, imported))
+    classes = (nn.parallel.DistributedDataParallel, nn.DataParallel, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
         inner: Any = model.module
@@ -280,8 +279,6 @@ def write_basic_config(
 
 name_own(
     globals(),
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
+    *("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
     "wait_for_everyone",
 )

@@ -64,8 +64,7 @@ def packed_blocks(rows: torch.Tensor) -> torch.Tensor:
     """Rows of values as bytes: payloads in E4M3, then a scale for each block."""
     num_rows = rows.shape[0]
     blocks = rows.reshape(num_rows, -1, BLOCK)
-    amax = blocks.abs().amax(dim=2, keepdim=True)
-    scale = power_of_two_scale(amax, E4M3)
+    scale = power_of_two_scale(blocks.abs().amax(dim=2, keepdim=True), E4M3)
     payload = quantize(blocks, scale, E4M3).to(E4M3.dtype).view(torch.uint8)
     inverse_scale = scale.reciprocal().view(num_rows, -1).view(torch.uint8)
     return torch.cat([payload.view(num_rows, -1), inverse_scale], dim=1)
@@ -82,8 +81,7 @@ def unpacked_blocks(packed: torch.Tensor) -> torch.Tensor:
 
 def _sendable(message: torch.Tensor, group: Any) -> torch.Tensor:
     # gloo exchanges chunks in host memory only.
-    is_host_only = dist.get_backend(group) == dist.Backend.GLOO
-    return message.cpu() if is_host_only else message
+    return message.cpu() if dist.get_backend(group) == dist.Backend.GLOO else message
 
 
 def fp8_compress_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -135,16 +133,13 @@ class ScaledGradients:
     @torch.no_grad()
     def _finish(self) -> None:
         self._is_waiting = False
-        was_used = torch.tensor(
-            [weight.grad is not None for weight in self._weights],
-            dtype=torch.uint8,
-            device=self._weights[0].device,
-        )
+        has_gradient = [weight.grad is not None for weight in self._weights]
+        device = self._weights[0].device
+        was_used = torch.tensor(has_gradient, dtype=torch.uint8, device=device)
         # A weight that took no part anywhere keeps its gradient, which is none.
         dist.all_reduce(was_used, dist.ReduceOp.MAX)
-        weights = [
-            weight for weight, used in zip(self._weights, was_used.tolist(), strict=True) if used
-        ]
+        pairs = zip(self._weights, was_used.tolist(), strict=True)
+        weights = [weight for weight, used in pairs if used]
         for bucket in _buckets(weights):
             gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
             flat = torch.cat([values_of(gradient).reshape(-1) for gradient in gradients])

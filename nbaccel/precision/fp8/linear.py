@@ -23,6 +23,7 @@ hand.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -148,8 +149,7 @@ class LayerRecipe:
     """How a layer computes."""
 
     emulate: bool  # whether there is no kernel for 8 bits
-    forward_format: NumberFormat = E4M3  # of inputs and weights
-    gradient_format: NumberFormat = E5M2  # of output gradients
+    gradient_format: NumberFormat = E5M2  # of output gradients; inputs and weights have E4M3
     margin: int = 0  # headroom of scales, in powers of two
     # Whether forward, input gradient and weight gradient are computed in higher precision.
     exact_passes: tuple[bool, bool, bool] = (False, False, False)
@@ -162,7 +162,7 @@ class LayerRecipe:
 
     def stored(self, values: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Payload and inverse scale of a tensor."""
-        number_format = self.gradient_format if kind == GRADIENT else self.forward_format
+        number_format = self.gradient_format if kind == GRADIENT else E4M3
         amax = largest_magnitude(values)
         scale = power_of_two_scale(amax, number_format, self.margin)
         if self.history is not None:
@@ -221,30 +221,19 @@ class _Product(torch.autograd.Function):
         recipe: LayerRecipe = ctx.recipe
         _, exact_input_gradient, exact_weight_gradient = recipe.exact_passes
         payload, inverse = recipe.stored(gradient, GRADIENT)
+        multiply = functools.partial(scaled_product, dtype=ctx.dtype, emulate=recipe.emulate)
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             if exact_input_gradient:
                 input_gradient = gradient.to(ctx.dtype) @ values_of(weight).to(ctx.dtype)
             else:
-                input_gradient = scaled_product(
-                    payload,
-                    weight.t(),
-                    (inverse, weight_inverse),
-                    ctx.dtype,
-                    emulate=recipe.emulate,
-                )
+                input_gradient = multiply(payload, weight.t(), (inverse, weight_inverse))
             input_gradient = input_gradient.to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             if exact_weight_gradient:
                 weight_gradient = gradient.to(ctx.dtype).t() @ values.to(ctx.dtype)
             else:
-                weight_gradient = scaled_product(
-                    payload.t(),
-                    values.t(),
-                    (inverse, input_inverse),
-                    ctx.dtype,
-                    emulate=recipe.emulate,
-                )
+                weight_gradient = multiply(payload.t(), values.t(), (inverse, input_inverse))
             weight_gradient = (
                 ScaledTensor.of(weight_gradient, recipe.weight_gradients)
                 if ctx.is_scaled
@@ -263,11 +252,9 @@ class Fp8Linear(nn.Linear):
         if not (self.training or self.fp8_recipe.in_evaluation):
             return nn.functional.linear(values, values_of(self.weight), self.bias)
         device_type = values.device.type
-        dtype = (
-            torch.get_autocast_dtype(device_type)
-            if torch.is_autocast_enabled(device_type)
-            else values.dtype
-        )
+        dtype = values.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         rows = values.reshape(-1, values.shape[-1])
         # Autocast would cast the products' arguments once more.
         with torch.autocast(device_type, enabled=False):

@@ -44,7 +44,18 @@ class ScaledAdam(Optimizer):
         owners: Mapping[int, int] | None = None,
         first_values: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        _check(given)
+        name = type(given).__name__
+        if not isinstance(given, (Adam, AdamW)):
+            raise ConfigError(
+                "MS-AMP's levels O2 and O3 keep Adam's moments in 8 and 16 bits, and this "
+                f"optimizer is {name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, "
+                'or opt_level="O1", which keeps any optimizer.'
+            )
+        if any(group.get("amsgrad") for group in given.param_groups):
+            raise ConfigError(
+                f"{name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
+                'not have. Leave amsgrad out, or give opt_level="O1".'
+            )
         super().__init__(given.param_groups, dict(given.defaults))
         # The very same list, so that a scheduler of the given optimizer sets these learning rates.
         self.param_groups = given.param_groups
@@ -57,11 +68,7 @@ class ScaledAdam(Optimizer):
         for parameter, state in given.state.items():
             self.state[parameter] = self._stored_state(parameter, state)
         given.state.clear()
-        if self._owners:
-            self._make_masters(first_values or {})
-
-    def _make_masters(self, first_values: Mapping[int, torch.Tensor]) -> None:
-        for parameter in self._parameters():
+        for parameter in self._parameters() if self._owners else ():
             if not isinstance(parameter, ScaledTensor):
                 continue
             parameter.owner = self._owners[id(parameter)]
@@ -69,7 +76,7 @@ class ScaledAdam(Optimizer):
                 state = self.state[parameter]
                 if "step" not in state:
                     state.update(self._first_state(parameter))
-                values = first_values.get(id(parameter), parameter)
+                values = (first_values or {}).get(id(parameter), parameter)
                 state["master"] = parameter.master = ScaledTensor.of(_plain(values), FP16)
 
     @torch.no_grad()
@@ -83,8 +90,14 @@ class ScaledAdam(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and self._is_own(parameter):
                     self._step_one(parameter, group)
-        if self._owners:
-            self._send_weights()
+        for parameter in self._parameters() if self._owners else ():
+            owner = self._owners[id(parameter)]
+            if isinstance(parameter, ScaledTensor):
+                # gloo has no 8-bit floats.
+                dist.broadcast(parameter.payload.view(torch.uint8), owner)
+                dist.broadcast(parameter.inverse_scale, owner)
+            else:
+                dist.broadcast(parameter.detach(), owner)
         torch_private.mark_as_stepped(self.given)
         return loss
 
@@ -131,16 +144,15 @@ class ScaledAdam(Optimizer):
     def _stored_state(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """State of torch's, or of a checkpoint, in the formats of this one."""
         stored: dict[str, Any] = {}
+        device = parameter.device
         for name, value in state.items():
             if name not in _STORED_AS:
                 stored[name] = value
             elif isinstance(value, Mapping):
-                stored[name] = ScaledTensor(
-                    value["payload"].to(parameter.device),
-                    value["inverse_scale"].to(parameter.device),
-                )
+                payload, inverse_scale = value["payload"], value["inverse_scale"]
+                stored[name] = ScaledTensor(payload.to(device), inverse_scale.to(device))
             else:
-                stored[name] = ScaledTensor.of(value.to(parameter.device), _STORED_AS[name])
+                stored[name] = ScaledTensor.of(value.to(device), _STORED_AS[name])
         return stored
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,8 +179,7 @@ class ScaledAdam(Optimizer):
         # Python's pickle, by which processes send objects, has no 8-bit floats.
         torch.save(_packed(super().state_dict()["state"]), own_state)
         parts: list[Any] = [None] * dist.get_world_size()
-        is_receiver = dist.get_rank() == to
-        dist.gather_object(own_state.getvalue(), parts if is_receiver else None, dst=to)
+        dist.gather_object(own_state.getvalue(), parts if dist.get_rank() == to else None, dst=to)
         self._consolidated = {}
         for part in filter(None, parts):
             self._consolidated |= torch.load(io.BytesIO(part), map_location="cpu")
@@ -191,16 +202,6 @@ class ScaledAdam(Optimizer):
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
             yield from group["params"]
-
-    def _send_weights(self) -> None:
-        for parameter in self._parameters():
-            owner = self._owners[id(parameter)]
-            if isinstance(parameter, ScaledTensor):
-                # gloo has no 8-bit floats.
-                dist.broadcast(parameter.payload.view(torch.uint8), owner)
-                dist.broadcast(parameter.inverse_scale, owner)
-            else:
-                dist.broadcast(parameter.detach(), owner)
 
     @torch.no_grad()
     def masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -249,18 +250,3 @@ def _packed(state: Mapping[Any, Mapping[str, Any]]) -> dict[Any, Any]:
         }
         for number, entry in state.items()
     }
-
-
-def _check(given: Optimizer) -> None:
-    name = type(given).__name__
-    if not isinstance(given, (Adam, AdamW)):
-        raise ConfigError(
-            f"MS-AMP's levels O2 and O3 keep Adam's moments in 8 and 16 bits, and this optimizer "
-            f"is {name}: what it keeps is unknown. Give torch.optim.AdamW or Adam, or "
-            'opt_level="O1", which keeps any optimizer.'
-        )
-    if any(group.get("amsgrad") for group in given.param_groups):
-        raise ConfigError(
-            f"{name}(amsgrad=True) keeps a third moment, which MS-AMP's levels O2 and O3 do "
-            'not have. Leave amsgrad out, or give opt_level="O1".'
-        )

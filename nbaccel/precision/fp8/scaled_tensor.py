@@ -105,18 +105,16 @@ def quantize(
 
 
 def scale_and_quantize(
-    values: torch.Tensor, number_format: NumberFormat, margin: int = 0
+    values: torch.Tensor, number_format: NumberFormat
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store a tensor under the scale that its own largest magnitude gives (current scaling)."""
-    scale = power_of_two_scale(largest_magnitude(values), number_format, margin)
+    scale = power_of_two_scale(largest_magnitude(values), number_format)
     return quantize(values, scale, number_format), scale.reciprocal()
 
 
-def dequantize(
-    payload: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantize(payload: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
     """The values that a payload stands for."""
-    return (payload.to(torch.float32) * inverse_scale).to(dtype)
+    return payload.to(torch.float32) * inverse_scale
 
 
 _aten = torch.ops.aten
@@ -205,29 +203,25 @@ class ScaledTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operation of torch; see the module."""
+        options = dict(kwargs or {})
         way = _OWN_WAYS.get(func)
         if way is not None:
-            result = way(func, *args, **(kwargs or {}))
+            result = way(func, *args, **options)
             if result is not NotImplemented:
                 return result
-        return _compute_in_float32(func, args, kwargs or {})
-
-
-def _compute_in_float32(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on the values, and store what it has written."""
-    plain_args = torch_private.replace_tensors(tuple(args), values_of)
-    plain_kwargs = torch_private.replace_tensors(dict(kwargs), values_of)
-    result = func(*plain_args, **plain_kwargs)
-    for position, name in torch_private.written_arguments(func):
-        if position < len(args):
-            written = _scaled_pairs(args[position], plain_args[position])
-        else:
-            written = _scaled_pairs(kwargs.get(name), plain_kwargs.get(name))
-        for stored_tensor, plain_tensor in written:
-            stored_tensor.store(plain_tensor)
-            # An operation in place returns its argument.
-            result = stored_tensor if result is plain_tensor else result
-    return result
+        plain_args = torch_private.replace_tensors(tuple(args), values_of)
+        plain_options = torch_private.replace_tensors(options, values_of)
+        result = func(*plain_args, **plain_options)
+        for position, name in torch_private.written_arguments(func):
+            if position < len(args):
+                written = _scaled_pairs(args[position], plain_args[position])
+            else:
+                written = _scaled_pairs(options.get(name), plain_options.get(name))
+            for stored_tensor, plain_tensor in written:
+                stored_tensor.store(plain_tensor)
+                # An operation in place returns its argument.
+                result = stored_tensor if result is plain_tensor else result
+        return result
 
 
 def values_of(leaf: Any) -> Any:
@@ -237,10 +231,9 @@ def values_of(leaf: Any) -> Any:
 
 def _scaled_pairs(stored: Any, plain: Any) -> Iterator[tuple[ScaledTensor, torch.Tensor]]:
     # Operations on many tensors (`_foreach_mul_`) write lists.
-    stored_items, plain_items = (
-        (stored, plain) if isinstance(stored, (list, tuple)) else ([stored], [plain])
-    )
-    for stored_item, plain_item in zip(stored_items, plain_items, strict=True):
+    if not isinstance(stored, (list, tuple)):
+        stored, plain = [stored], [plain]
+    for stored_item, plain_item in zip(stored, plain, strict=True):
         if isinstance(stored_item, ScaledTensor):
             yield stored_item, plain_item
 

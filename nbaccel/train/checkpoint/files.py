@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from nbaccel.base.weight_files import OLD_TORCH_FORMAT, publishing
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
+_Noted = TypeVar("_Noted")
 _WEIGHT_FILE_PATTERNS = {True: "model{suffix}.safetensors", False: "pytorch_model{suffix}.bin"}
 
 
@@ -78,11 +79,10 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 # huggingface_hub notes under which name a tied tensor was stored.
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            text = (
+            raise CheckpointDamaged(
                 f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
                 "checkpoint."
-            )
-            raise CheckpointDamaged(text) from error
+            ) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -222,29 +222,24 @@ def save_model(
 def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors; in host memory those whose device gives no address, such as torch_xla's."""
     # safetensors' writers tell tied tensors by it: tied ones of such a device are written twice.
-    return {
-        name: tensor if _has_address(tensor) else tensor.detach().cpu()
-        for name, tensor in state_dict.items()
-    }
+    tensors = dict(state_dict)
+    for name, tensor in state_dict.items():
+        try:
+            tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):
+            # Tensors of other classes, such as sharded ones, are left to the writer.
+            if type(tensor) in _PLAIN:
+                tensors[name] = tensor.detach().cpu()
+    return tensors
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _has_address(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        # Tensors of other classes, such as sharded ones, are left to the writer.
-        return type(tensor) not in _PLAIN
-    return True
-
-
 def _check_no_placeholders(obj: Any, text: str) -> None:
-    checked_parts = (obj, *(obj.values() if isinstance(obj, Mapping) else ()))
     # Without a library that leaves placeholders, an empty tensor is just an empty tensor.
     for reader in shard_readers():
-        for checked_part in checked_parts:
+        for checked_part in (obj, *(obj.values() if isinstance(obj, Mapping) else ())):
             if isinstance(checked_part, (Mapping, torch.nn.Module)):
                 reader.check_whole(checked_part, text)
 
@@ -341,7 +336,7 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
     path = folder / LEFT_OUT_FILE
     if not path.exists():
         return {}
-    noted: dict[int, frozenset[str]] = read_noted(
+    return read_noted(
         path,
         lambda content: {
             int(number): frozenset(map(str, names))
@@ -350,10 +345,9 @@ def read_left_out(folder: Path) -> dict[int, frozenset[str]]:
         "the names of the frozen parameters that were left out. Nothing has been loaded. Load "
         "another checkpoint, or copy the file again from where it was saved.",
     )
-    return noted
 
 
-def read_noted(path: Path, take: Callable[[Any], Any], what_it_has: str) -> Any:
+def read_noted(path: Path, take: Callable[[Any], _Noted], what_it_has: str) -> _Noted:
     """What is noted in a checkpoint's JSON file."""
     try:
         return take(json.loads(path.read_text(encoding="utf-8")))

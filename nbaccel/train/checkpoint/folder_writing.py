@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
     manifest_path = folder / files.MANIFEST_FILE
     if not manifest_path.exists():
         return {}
-    recorded: dict[str, Recorded] = files.read_noted(
+    return files.read_noted(
         manifest_path,
         lambda content: {
             str(file_name): Recorded(
@@ -95,10 +95,6 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
         "the sizes and checksums of the checkpoint's other files. Load another checkpoint, or "
         "delete this file to load without them.",
     )
-    return recorded
-
-
-_PEER_FAILURES = (CollectiveMismatch, CollectiveTimeout)
 
 
 @contextlib.contextmanager
@@ -158,7 +154,15 @@ def _waiting_name(target: Path) -> Path:
 def _prepare_target(
     target: Path, partial_folder: Path, series: bool, claims: contextlib.ExitStack
 ) -> None:
-    _check_target(target)
+    text = f"save_state({str(target)!r})"
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{text} is a file: a checkpoint is a folder. Give another name.")
+    if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
+        refused_kind = "a mount point" if target.is_mount() else "the working folder"
+        raise ConfigError(
+            f"{text} is {refused_kind}, which cannot be replaced in one step by a new checkpoint. "
+            f"Give a folder in it: {str(target / 'checkpoint')!r}."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     waiting_folder = _waiting_name(target)
     # It waits only between the two renames, so `target` tells whether the second one happened.
@@ -167,25 +171,10 @@ def _prepare_target(
             _retire_old_checkpoint(waiting_folder, target)
         else:
             waiting_folder.rename(target)
-    pattern = r"checkpoint_\d+" if series else re.escape(target.name)
-    clear_leftovers(target.parent, pattern)
+    clear_leftovers(target.parent, r"checkpoint_\d+" if series else re.escape(target.name))
     # Claimed before it exists: a save of another process would take it for a leftover.
     claims.enter_context(hold_claim(partial_folder))
     partial_folder.mkdir()
-
-
-def _check_target(target: Path) -> None:
-    target_text = str(target)
-    if target.exists() and not target.is_dir():
-        raise ConfigError(
-            f"save_state({target_text!r}) is a file: a checkpoint is a folder. Give another name."
-        )
-    if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
-        refused_kind = "a mount point" if target.is_mount() else "the working folder"
-        raise ConfigError(
-            f"save_state({target_text!r}) is {refused_kind}, which cannot be replaced in one step "
-            f"by a new checkpoint. Give a folder in it: {str(target / 'checkpoint')!r}."
-        )
 
 
 def _rename_into_place(partial_folder: Path, target: Path) -> None:
@@ -208,11 +197,9 @@ def _rename_into_place(partial_folder: Path, target: Path) -> None:
 
 
 def _retire_old_checkpoint(old_folder: Path, new_folder: Path) -> None:
-    for old_path in old_folder.iterdir():
-        if not files.is_checkpoint_part(old_path.name) and not os.path.lexists(
-            new_folder / old_path.name
-        ):
-            old_path.rename(new_folder / old_path.name)
+    for path in old_folder.iterdir():
+        if not files.is_checkpoint_part(path.name) and not os.path.lexists(new_folder / path.name):
+            path.rename(new_folder / path.name)
     discard_checkpoint(old_folder, new_folder.name)
 
 
@@ -251,7 +238,7 @@ def all_succeed(
     error = None
     try:
         yield
-    except _PEER_FAILURES:
+    except (CollectiveMismatch, CollectiveTimeout):
         raise  # a further exchange would only fail or wait in the same way
     except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
@@ -391,26 +378,14 @@ def send_to_writers(
 
 def _map_each_once(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """Apply a function to every tensor; tied ones stay one, so that a file has them once."""
-    mapped_by_id: dict[int, torch.Tensor] = {}
-
-    def map_one(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in mapped_by_id:
-            mapped_by_id[id(tensor)] = fn(tensor)
-        return mapped_by_id[id(tensor)]
-
-    return map_tensors(map_one, tree)
-
-
-def ranks_of_part(folder: Path) -> tuple[int, ...]:
-    """The ranks whose shards a checkpoint has, if it is one host's part; empty otherwise."""
-    return tuple(_part_entry(folder).get("ranks", ()))
+    tensors = {id(leaf): leaf for leaf in leaves(tree) if torch.is_tensor(leaf)}
+    mapped = {number: fn(tensor) for number, tensor in tensors.items()}
+    return map_tensors(lambda tensor: mapped[id(tensor)], tree)
 
 
 def check_is_own_part(folder: Path, place: Place) -> None:
     """Refuse a part of a checkpoint that other ranks than this process's have written."""
-    entry = _part_entry(folder)
-    ranks = entry.get("ranks", ())
-    host_names = entry.get("hosts", ())
+    ranks, host_names = ranks_and_hosts(folder)
     if not ranks or (place.rank in ranks and place.world_size == len(host_names)):
         return
     hosts = list(dict.fromkeys(host_names))
@@ -426,10 +401,11 @@ def check_is_own_part(folder: Path, place: Place) -> None:
     )
 
 
-def _part_entry(folder: Path) -> dict[str, Any]:
+def ranks_and_hosts(folder: Path) -> tuple[list[int], list[str]]:
+    """Who has written a checkpoint that is one host's part, and all hosts; empty for others."""
     try:
         entry = json.loads((folder / files.MANIFEST_FILE).read_text(encoding="utf-8"))["part"]
-        return {"ranks": [int(rank) for rank in entry["ranks"]], "hosts": list(entry["hosts"])}
+        return [int(rank) for rank in entry["ranks"]], list(entry["hosts"])
     # Without a manifest or its entry it is no part; a damaged one is reported by its reader.
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return {}
+        return [], []

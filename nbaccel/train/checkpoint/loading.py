@@ -70,7 +70,12 @@ def load_state(
     `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
     it.
     """
-    device = _read_device(map_location, place)
+    if map_location not in {None, "cpu", "on_device"}:
+        raise TypeError(
+            f"load_state(map_location={shown(map_location)}) must be 'cpu' or 'on_device'. "
+            "States go where their model is in any case. Leave it out."
+        )
+    device = place.device if map_location == "on_device" else torch.device("cpu")
     text = f"load_state({str(folder)!r})"
     # Walked through several times below, which a generator does not allow.
     hooks = list(hooks)
@@ -110,15 +115,6 @@ def _judge_together(
         # Several processes may find the same problem in a common file: it is reported once.
         if texts := dict.fromkeys(text for answer in answers for text in answer[position]):
             raise error_class(*texts)
-
-
-def _read_device(map_location: str | None, place: Place) -> torch.device:
-    if map_location not in {None, "cpu", "on_device"}:
-        raise TypeError(
-            f"load_state(map_location={shown(map_location)}) must be 'cpu' or 'on_device'. "
-            "States go where their model is in any case. Leave it out."
-        )
-    return place.device if map_location == "on_device" else torch.device("cpu")
 
 
 _SHARD_REMEDIES = {
@@ -278,7 +274,13 @@ class _CheckpointLoad:
         self._optimizers = list(self._find_optimizers())
         # Each with the object that it is the state of.
         self._small = list(self._find_small_states())
-        self._loaders = dict(self._find_loaders())
+        self._loaders: dict[int, _SavedPart] = {}
+        for number, loader in self._parts.stateful_loaders():
+            name = files.loader_file(number, loader, self._place.rank)
+            path = self._existing_file(name, files.loader_file(number, loader))
+            if path is not None:
+                part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
+                self._loaders[number] = part
         self._large = list(self._find_large())
 
     def _existing_file(self, *file_names: str) -> Path | None:
@@ -294,14 +296,13 @@ class _CheckpointLoad:
             return self._shard_folder(shards, number, model, self._parts.optimizer_of(model))
         bases = (files.SAFE_WEIGHTS, files.PICKLED_WEIGHTS)
         path = self._existing_file(*(files.numbered_name(base, number) for base in bases))
-        return None if path is None else self._weights_file(path, number, model)
-
-    def _weights_file(self, path: Path, number: int, model: nn.Module) -> _SavedPart:
+        if path is None:
+            return None
         strategy = self._parts.strategy
+        inner = strategy.unwrap(model)
         left_out = self._left_out.get(number, frozenset())
 
         def check() -> None:
-            inner = strategy.unwrap(model)
             is_strict = bool(self._options.get("strict", True))
             if is_strict:
                 _refuse(path, _trained_problem(inner, left_out))
@@ -309,13 +310,10 @@ class _CheckpointLoad:
             _refuse(path, _model_problem(inner, saved, strict=is_strict, left_out=left_out))
 
         def load() -> None:
-            inner = strategy.unwrap(model)
             # One of the two models may be compiled, or have been, unlike the other.
             names = {uncompiled_name(name): name for name in inner.state_dict(keep_vars=True)}
-            weights = {
-                names.get(uncompiled_name(name), name): value
-                for name, value in read_weights(path, inner, self._device).items()
-            }
+            saved = read_weights(path, inner, self._device)
+            weights = {names.get(uncompiled_name(n), n): value for n, value in saved.items()}
             # Names have been compared: what is missing is frozen and stays as it is.
             missing = {"strict": False} if left_out else {}
             strategy.load_model_state(model, weights, **{**self._options, **missing})
@@ -328,13 +326,11 @@ class _CheckpointLoad:
         """A folder of which every process reads a part: a model, with an optimizer or without."""
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
-        ranks_there = folder_writing.ranks_of_part(self._folder)
+        ranks, _ = folder_writing.ranks_and_hosts(self._folder)
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
-            sharder.check_sharded(
-                model, optimizer, path, left_out=left_out, ranks_there=ranks_there
-            )
+            sharder.check_sharded(model, optimizer, path, left_out=left_out, ranks_there=ranks)
 
         load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
         return _SavedPart(path=path, check=check, load=load)
@@ -389,14 +385,6 @@ class _CheckpointLoad:
     def _registered(self) -> Iterator[tuple[Path, Any]]:
         for number, custom_object in enumerate(self._parts.custom):
             yield self._folder / files.CUSTOM_OBJECT_FILE.format(number), custom_object
-
-    def _find_loaders(self) -> Iterator[tuple[int, _SavedPart]]:
-        for number, loader in self._parts.stateful_loaders():
-            name = files.loader_file(number, loader, self._place.rank)
-            path = self._existing_file(name, files.loader_file(number, loader))
-            if path is not None:
-                part = _small_state(path, loader, self._read, _loader_problem, is_common=False)
-                yield number, part
 
     def _find_large(self) -> Iterator[_SavedPart]:
         for path, custom_object in self._registered():
@@ -657,7 +645,7 @@ def _state_problem(item: Any, saved_state: Any) -> str:
 
 def _describe_state(saved_state: Any) -> str:
     if isinstance(saved_state, Mapping):
-        return f"{', '.join(map(str, list(saved_state)[:6])) or 'nothing'}"
+        return ", ".join(map(str, list(saved_state)[:6])) or "nothing"
     return f"a {type(saved_state).__name__}"
 
 

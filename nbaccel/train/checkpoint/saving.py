@@ -86,10 +86,8 @@ class CheckpointParts:
         """Restore what :meth:`gradients` gave; other parameters get no gradient."""
         for number, model in enumerate(self.models):
             for name, parameter in self.strategy.unwrap(model).named_parameters():
-                saved_gradient = saved_gradients.get(number, {}).get(name)
-                parameter.grad = (
-                    None if saved_gradient is None else saved_gradient.to(parameter.device)
-                )
+                saved = saved_gradients.get(number, {}).get(name)
+                parameter.grad = None if saved is None else saved.to(parameter.device)
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """The first optimizer that steps a model's parameters; its shards lie with the model's."""
@@ -172,20 +170,28 @@ class _StateWriter:
     def write_all(self, hooks: list[SaveHook], place: Place, step: int, safetensors: bool) -> None:
         self._write_models(hooks, safetensors)
         if self._writes_shared and any(self._left_out.values()):
-            self._attempt_step(partial(files.write_left_out, self._folder, self._left_out))
+            self._attempt(partial(files.write_left_out, self._folder, self._left_out))
         self._write_optimizers()
         for number, loader in self._parts.stateful_loaders():
             # Each process has workers, random numbers and a part of the data of its own.
             name = files.loader_file(number, loader, place.rank)
             self._write(name, loader.state_dict, is_own=True)
-        self._write_small_states()
+        for number, scheduler in enumerate(self._parts.schedulers):
+            self._write(files.numbered_name(files.SCHEDULER_FILE, number), scheduler.state_dict)
+        if self._parts.scaler is not None:
+            self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
+        precision = self._parts.precision_state
+        if precision is not None and (state := precision.state_dict()):
+            self._write(files.PRECISION_FILE, state)
+        for number, custom_object in enumerate(self._parts.custom):
+            self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
             gradients_file = files.GRADIENTS_FILE.format(place.rank)
             self._write(gradients_file, self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
-        states = {"step": step, **rng.capture_rng_states(place)}
-        self._write(files.RANDOM_STATES_FILE.format(place.rank), states, is_own=True)
+        random_states = {"step": step, **rng.capture_rng_states(place)}
+        self._write(files.RANDOM_STATES_FILE.format(place.rank), random_states, is_own=True)
         if self._met_errors:
             raise self._met_errors[0]
 
@@ -207,7 +213,7 @@ class _StateWriter:
         # A copy, because hooks may remove models; the weights of all are gathered before they run.
         remaining_models = list(parts.models)
         for save_hook in hooks:
-            self._attempt_step(partial(save_hook, remaining_models, states, str(self._folder)))
+            self._attempt(partial(save_hook, remaining_models, states, str(self._folder)))
         # Numbered as the hooks left the list, which may have removed entries.
         base_name = files.SAFE_WEIGHTS if safetensors else files.PICKLED_WEIGHTS
         for number, state in enumerate(states):
@@ -248,29 +254,15 @@ class _StateWriter:
             elif optimizer is not self._parts.optimizer_of(model):
                 self._write_shards(model, optimizer, files.OPTIMIZER_SHARDS.format(number))
 
-    def _write_small_states(self) -> None:
-        for number, scheduler in enumerate(self._parts.schedulers):
-            name = files.numbered_name(files.SCHEDULER_FILE, number)
-            self._write(name, scheduler.state_dict)
-        if self._parts.scaler is not None:
-            self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
-        precision = self._parts.precision_state
-        if precision is not None and (state := precision.state_dict()):
-            self._write(files.PRECISION_FILE, state)
-        for number, custom_object in enumerate(self._parts.custom):
-            self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
-
     def _write(
         self, file_name: str, state: Any, *, safetensors: bool = False, is_own: bool = False
     ) -> None:
         """Write a state, or what makes it: a file of every process, or one per folder."""
         if is_own or self._writes_shared:
             path = self._folder / file_name
-            self._attempt_step(
-                lambda: save(state() if callable(state) else state, path, safetensors)
-            )
+            self._attempt(lambda: save(state() if callable(state) else state, path, safetensors))
 
-    def _attempt_step(self, step: Callable[[], None]) -> None:
+    def _attempt(self, step: Callable[[], None]) -> None:
         if self._met_errors:
             return
         try:
