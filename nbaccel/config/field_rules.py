@@ -175,8 +175,7 @@ def explain_mistakes(
         if detail["type"] == _UNKNOWN_SETTING:
             text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
         elif setting_name not in model.model_fields:
-            problem = detail["msg"]
-            text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
+            text = f"{model.__name__} cannot be built from {shown(given_value)}: {detail['msg']}."
         else:
             model_field = model.model_fields[setting_name]
             meaning = model_field.description or ""

@@ -21,20 +21,13 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.config.deepspeed_document import BATCH_SIZES
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
-from nbaccel.deepspeed.engines import (
-    Drive,
-    EngineOptimizer,
-    EngineScheduler,
-    drive_of_loss,
-    drive_of_parameters,
-    is_engines,
-    make_engine,
-)
+from nbaccel.deepspeed.engines import Drive, is_engines
 from nbaccel.deepspeed.environment import Lease, forget_modules
 from nbaccel.deepspeed.local_shards import remember, take_back_together
 from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
@@ -66,8 +59,6 @@ In a live worker a cell that prepares is run again, perhaps with another model. 
 would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
 collector does not see that nothing else refers to them.
 """
-
-
 _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 """Of a model that has no engine, or one that cannot write."""
 
@@ -137,7 +128,11 @@ class DeepSpeedStrategy(Strategy):
         if not (bundle.models or bundle.optimizers):
             return bundle
         plugin = self._plugins.active
-        settings = self._as_given(plugin)
+        config, settings = self._open.get(id(plugin), (None, {}))
+        # A plugin whose configuration the user has replaced since an earlier `prepare` is taken as
+        # it is; else with the "auto" values that that one replaced.
+        if plugin.deepspeed_config is not config:
+            settings = plugin.deepspeed_config
         # Before the lease: what is refused has made no process group.
         check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
         optimizer_of = _optimizers_by_model(bundle)
@@ -157,19 +152,13 @@ class DeepSpeedStrategy(Strategy):
             bundle,
             models=tuple(drive.engine if drive else model for model, drive in models),
             optimizers=tuple(
-                EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
+                engines.EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
                 for optimizer in bundle.optimizers
             ),
             schedulers=tuple(
                 _schedule_of(drives, drive_of, scheduler) for scheduler in bundle.schedulers
             ),
         )
-
-    def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-        """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
-        config, settings = self._open.get(id(plugin), (None, {}))
-        # A plugin whose configuration the user has replaced since then is taken as it is.
-        return settings if plugin.deepspeed_config is config else plugin.deepspeed_config
 
     def _engine_for(
         self,
@@ -215,7 +204,7 @@ class DeepSpeedStrategy(Strategy):
         states_before = remember(model)
         own_config, folders = local_shards.claim(resolved_config.config, self.place.rank)
         try:
-            engine = make_engine(
+            engine = engines.make_engine(
                 model,
                 optimizer,
                 scheduler,
@@ -286,7 +275,7 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """See :meth:`Strategy.backward`; the engine's."""
-        drive = drive_of_loss(loss, list(self._drives.values()))
+        drive = engines.drive_of_loss(loss, list(self._drives.values()))
         drive.backward(loss, sync=sync, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -313,7 +302,7 @@ class DeepSpeedStrategy(Strategy):
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed, which "
                 "adds up squares over its shards. Leave norm_type out."
             )
-        drive = drive_of_parameters(parameters, list(self._drives.values()))
+        drive = engines.drive_of_parameters(parameters, list(self._drives.values()))
         return drive.clipped_step(max_norm)
 
     # ---------------------------------------------------------------- keeping
@@ -364,13 +353,13 @@ class DeepSpeedStrategy(Strategy):
             drive.step()
             _save(drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared)
             return
+        writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
         if id(model) in self._drives:
-            keeps = self.place.is_main or writes_shared
-            state = local_shards.gather_weights(self.unwrap(model), keep=keeps)
+            state = local_shards.gather_weights(self.unwrap(model), keep=writes)
         else:
             state = model.state_dict()
-        if self.place.is_main or writes_shared:
+        if writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
             kept = {name: value for name, value in state.items() if name not in left_out}
             torch.save(kept, Path(folder) / _PLAIN_WEIGHTS_FILE)
@@ -467,7 +456,7 @@ def _schedule_of(
         return scheduler
     # Where its optimizer is only in the file, one engine has it.
     drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
-    return EngineScheduler(drive)
+    return engines.EngineScheduler(drive)
 
 
 # ------------------------------------------------------------------------------ its settings
@@ -537,7 +526,6 @@ def check_parts(
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
     are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
-    in_file = _type_of(settings.get("optimizer"))
     if optimizers and not models:
         mistakes.append(
             f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
@@ -545,9 +533,9 @@ def check_parts(
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
-            f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "
-            "torch. Only one can train. Leave it out of the configuration, or prepare "
-            "nbaccel.utils.DummyOptim(model.parameters())."
+            f"The DeepSpeed configuration has an optimizer ({_type_of(settings['optimizer'])}), "
+            "and prepare got one of torch. Only one can train. Leave it out of the configuration, "
+            "or prepare nbaccel.utils.DummyOptim(model.parameters())."
         )
     if any(are_dummies) and not settings.get("optimizer"):
         mistakes.append(
@@ -576,8 +564,7 @@ def check_parts(
                 "it would set the learning rate of nothing. Give "
                 "DummyScheduler(lr_scheduler_callable=...)."
             )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
 
 
 def _type_of(section: Any) -> Any:

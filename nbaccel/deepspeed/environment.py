@@ -188,8 +188,9 @@ def deepspeed_environment(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiters="DeepSpeed")
         )
         port_number = int(socket.getsockname()[1])
-        variables = _environment_variables(wanted_kind, gpu_index, port_number)
-        stack.enter_context(env.applied(variables))
+        stack.enter_context(
+            env.applied(_environment_variables(wanted_kind, gpu_index, port_number))
+        )
         # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
@@ -210,10 +211,7 @@ def deepspeed_environment(
 
 
 def ignore_old_names() -> None:
-    """Suppress warnings of torch that come in each step and that a user cannot act on.
-
-    DeepSpeed 0.19 calls collectives by names that torch 2.13 has replaced.
-    """
+    """Suppress torch's warnings in each step: DeepSpeed 0.19 calls what torch 2.13 has renamed."""
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
 
@@ -227,15 +225,15 @@ def _environment_variables(
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
+        # Groups open further ports, on the interface of the machine's name unless these name
+        # another.
+        "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
+        "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
         "PATH": library.path_with_ninja(),
+        **dict.fromkeys(_UNSET_VARIABLES),
     }
-    # Groups open further ports, on the interface of the machine's name unless these name another.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        variables[name] = env.read(name) or "lo"
-    if wanted_kind is not None:
-        # DeepSpeed reads it once, when it is imported.
-        variables["DS_ACCELERATOR"] = wanted_kind
-    return variables | dict.fromkeys(_UNSET_VARIABLES)
+    # DeepSpeed reads it once, when it is imported.
+    return variables if wanted_kind is None else {**variables, "DS_ACCELERATOR": wanted_kind}
 
 
 def _close_current() -> None:
@@ -268,8 +266,7 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group that was made elsewhere."""
-    owner = library.group_owner()
-    if owner is not None:
+    if (owner := library.group_owner()) is not None:
         module = sys.modules["torch.distributed"]
         name = "torch.distributed" if owner is module else "deepspeed.comm"
         raise UnsafeMoment(
@@ -379,11 +376,7 @@ def observe() -> Before:
 
 
 def tear_down(state_before: Before) -> None:
-    """End DeepSpeed's part of this process; the next use starts from nothing.
-
-    Engines that are still alive are destroyed: without their process group they cannot train. The
-    parameters of ZeRO-3 stay the placeholders that they are.
-    """
+    """End DeepSpeed's part of this process; the next use starts from nothing."""
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
@@ -402,7 +395,7 @@ def tear_down(state_before: Before) -> None:
 
 
 def _destroy_engines() -> None:
-    """Remove hooks and buffers of every engine, also of those that a variable still names."""
+    """Also of engines that a variable still names: without their group they cannot train."""
     for engine in live_engines():
         try:
             destroy(engine)
@@ -411,12 +404,10 @@ def _destroy_engines() -> None:
 
 
 def destroy(engine: Any) -> None:
-    """Destroy an engine for good.
-
-    Before 0.19 DeepSpeed does it once more when the engine is collected, which may be after the end
-    of the process group that it then asks for its rank.
-    """
+    """Destroy an engine for good."""
     engine.destroy()
+    # Before 0.19 it is called once more when the engine is collected, maybe after the end of the
+    # process group that it then asks for its rank.
     engine.destroy = lambda: None
 
 
@@ -425,22 +416,19 @@ def live_engines() -> list[Any]:
     module = sys.modules.get("deepspeed.runtime.engine")
     if module is None:
         return []
-    # DeepSpeed has no list of its engines; the garbage collector tracks all of them.
-    engine_class = module.DeepSpeedEngine
-    # By type: `isinstance` reads `__class__` of each object, and some objects of torch warn then.
-    return [found for found in gc.get_objects() if issubclass(type(found), engine_class)]
+    # DeepSpeed has no list of its engines; the garbage collector tracks all of them. By type, since
+    # `isinstance` reads `__class__` of each object, and some objects of torch warn then.
+    return [one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)]
 
 
 def forget_modules() -> None:
     """Empty what keeps the modules of a ZeRO-3 run alive after its engine is gone."""
-    offload_module = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if offload_module is not None:
+    if offload := sys.modules.get("deepspeed.runtime.zero.parameter_offload"):
         # The start of each forward pass appends to it; only the end of a whole one takes away.
-        offload_module.FWD_MODULE_STACK.clear()
-    coordinator_module = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
-    if coordinator_module is not None:
+        offload.FWD_MODULE_STACK.clear()
+    if coordinator := sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator"):
         # A cache on a method: its keys are the coordinator and the submodules.
-        for attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
+        for attribute in vars(coordinator.PartitionedParameterCoordinator).values():
             for function in _cached_inside(attribute):
                 function.cache_clear()
 
@@ -452,10 +440,9 @@ def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
     """
     if hasattr(function, "cache_clear"):
         yield function
-    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
-    if hasattr(function, "cache_clear") or not depth:
         return
-    for cell in getattr(function, "__closure__", None) or ():
+    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
+    for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
         with contextlib.suppress(ValueError):  # an empty cell
             if callable(cell.cell_contents):
                 yield from _cached_inside(cell.cell_contents, depth - 1)
@@ -463,8 +450,7 @@ def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def _end_groups() -> None:
     """Destroy all process groups, through DeepSpeed where it has taken them up."""
-    owner = library.group_owner()
-    if owner is not None:
+    if (owner := library.group_owner()) is not None:
         # Held until last: their threads are joined without the GIL, see `_group_backends`.
         group_backends = _group_backends()
         owner.destroy_process_group()
@@ -474,13 +460,12 @@ def _end_groups() -> None:
 
 def forget_groups() -> None:
     """Make DeepSpeed forget the groups that it made from those of torch, which are gone."""
-    comm_module: Any = sys.modules.get("deepspeed.comm.comm")
-    if comm_module is not None:
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None:
         # It wraps the group that is gone, and `init_distributed` would take it for the next one.
-        comm_module.cdb = None
-    groups_module: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups_module is not None:
-        library.forget_group_references(groups_module)
+        comm.cdb = None
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        library.forget_group_references(groups)
 
 
 def _group_backends() -> list[Any]:
@@ -501,6 +486,5 @@ def _group_backends() -> list[Any]:
 
 
 def _library_variables() -> dict[str, str]:
-    return {
-        name: value for name, value in env.snapshot().items() if name.startswith(_VARIABLE_PREFIXES)
-    }
+    variables = env.snapshot().items()
+    return {name: value for name, value in variables if name.startswith(_VARIABLE_PREFIXES)}

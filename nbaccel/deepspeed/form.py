@@ -19,28 +19,14 @@ from nbaccel.base.units import first_few
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.field_rules import rule_of
+from nbaccel.config.field_rules import refuse_mistakes, rule_of
 from nbaccel.config.given_values import drop_at, put_at, value_at
+from nbaccel.deepspeed import zero_config, zero_memory
 from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_decided
 from nbaccel.deepspeed.checking import check_config, combination_mistakes
 from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
-from nbaccel.deepspeed.zero_config import (
-    ZERO,
-    ZeroConfig,
-    auto_keys,
-    config_fields,
-    old_forms,
-    section_of,
-)
-from nbaccel.deepspeed.zero_memory import (
-    DEFAULTS,
-    OPTIMIZER_PLACE,
-    PARAM_PLACE,
-    estimate_memory,
-    largest_parameter,
-    nvme_folders,
-    place_at_stage,
-)
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE
 from nbaccel.memory.estimate import MemoryEstimate, Shape
 from nbaccel.memory.settings_form import (
     ChoiceOption,
@@ -91,7 +77,11 @@ _SECTIONS = {
 _UNITS = ("elements", "samples", "steps", "buffers", "ranks", "norm", "power of two")
 """A number's unit is the first of them that its description names."""
 # Beside those on which memory depends; DeepSpeed's, and a test compares them with the library.
-_DEFAULTS = {**DEFAULTS, f"{ZERO}.allgather_bucket_size": 500_000_000, "gradient_clipping": 1.0}
+_DEFAULTS = {
+    **zero_memory.DEFAULTS,
+    f"{ZERO}.allgather_bucket_size": 500_000_000,
+    "gradient_clipping": 1.0,
+}
 _STAGES = (
     ChoiceOption(None, "off", "Every process holds the whole model: plain data-parallel training."),
     ChoiceOption(0, "0", "DeepSpeed's engine, nothing in shards."),
@@ -204,14 +194,11 @@ def engine_refusal(config: RunConfig) -> str:
 
 def name_of(placement: StatePlacement) -> str:
     """The name of a way to train: ``ZeRO-2, optimizer on the CPU``."""
-    stage_name = f"ZeRO-{placement.divided}"
-    if not placement.leaves_device:
-        return stage_name
-    if placement.optimizer == placement.parameters:
-        return f"{stage_name}, all on {_PLACE_WORDS[placement.optimizer]}"
-    places = (("optimizer", placement.optimizer), ("parameters", placement.parameters))
-    left = [f"{part} on {_PLACE_WORDS[place]}" for part, place in places if place != "none"]
-    return f"{stage_name}, {', '.join(left)}"
+    places = {"optimizer": placement.optimizer, "parameters": placement.parameters}
+    if placement.leaves_device and placement.optimizer == placement.parameters:
+        places = {"all": placement.optimizer}
+    left = [f"{part} on {_PLACE_WORDS[place]}" for part, place in places.items() if place != "none"]
+    return ", ".join([f"ZeRO-{placement.divided}", *left])
 
 
 def _variants(
@@ -231,8 +218,7 @@ def _variants(
     # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
     for at_once in _LOWERED if placement.divided == 3 else ():
         if at_once < shape.total:
-            lowered_config = _placed(config, placement, shape, folder, at_once=at_once)
-            yield lowered_config.changed(**recomputes)
+            yield _placed(config, placement, shape, folder, at_once=at_once).changed(**recomputes)
 
 
 def _placed(
@@ -249,7 +235,7 @@ def _placed(
     put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
-    largest = largest_parameter(shape)
+    largest = zero_memory.largest_parameter(shape)
     if placement.parameters == "nvme":  # each buffer must hold the largest parameter
         aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
         zero_section["offload_param"].setdefault("buffer_size", aligned)
@@ -310,9 +296,9 @@ class DeepSpeedForm(SettingsForm):
         )
         # Settings of the run, which has choices for them elsewhere in the form.
         run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-        for place, name, field in config_fields():
+        for place, name, field in zero_config.config_fields():
             key = f"{place}.{name}".lstrip(".")
-            if section_of(field) is None and key not in run_keys:
+            if zero_config.section_of(field) is None and key not in run_keys:
                 yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
@@ -353,8 +339,7 @@ class DeepSpeedForm(SettingsForm):
         settings = ZeroConfig.from_dict(engine_config(config) or {})
         # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
         # checked when the run is launched.
-        if texts := [*combination_mistakes(settings)]:
-            raise ConfigError(*texts)
+        refuse_mistakes(combination_mistakes(settings))
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
         if value is None:
@@ -429,7 +414,7 @@ class DeepSpeedForm(SettingsForm):
         return size if isinstance(size, int) else None
 
     def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
-        return estimate_memory(shape, document, **inputs)
+        return zero_memory.estimate_memory(shape, document, **inputs)
 
     @property
     def missing_library(self) -> str:
@@ -447,7 +432,7 @@ class DeepSpeedForm(SettingsForm):
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
     ) -> Iterator[TrainingWay]:
         refusal = engine_refusal(config)
-        folder = next(map(str, nvme_folders(config.deepspeed)), None)
+        folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), None)
         for placement in placements:
             # Where processes compute on the CPU, everything is in host memory anyway.
             if on_host and placement.leaves_device and not (placement.uses_disk and folder):
@@ -463,10 +448,7 @@ class DeepSpeedForm(SettingsForm):
             )
 
     def way_of(self, config: RunConfig) -> str:
-        places = (
-            value_at(config.deepspeed, place_key) or "none"
-            for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
-        )
+        places = (_place_of(config, key) or "none" for key in (OPTIMIZER_PLACE, PARAM_PLACE))
         return name_of(StatePlacement(config.zero_stage or 0, *places))
 
     def read(
@@ -477,18 +459,25 @@ class DeepSpeedForm(SettingsForm):
                 "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
                 "which are not all."
             )
-            mistakes = [*misspelt_keys(old_forms(settings)[0])]
+            mistakes = [*misspelt_keys(zero_config.old_forms(settings)[0])]
             try:
                 document = ZeroConfig.from_dict(settings).to_dict()
             except ConfigError as error:
                 raise ConfigError(*mistakes, *error.args) from error
-            if mistakes:
-                raise ConfigError(*mistakes)
+            refuse_mistakes(mistakes)
             return config.changed(deepspeed=document), (note,)
         checked = check_config(
             settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
         )
-        _refuse_other_files(settings)
+        schema = deepspeed_schema()
+        # DeepSpeed would ignore everything in such a file: a model's, for example.
+        if settings and not schema.sections[""] & {*map(str, settings)}:
+            raise ConfigError(
+                f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
+                f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. "
+                'Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, '
+                "or a RunConfig."
+            )
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
@@ -508,7 +497,7 @@ def _with_stage(
     remarks: tuple[str, ...] = ()
     for key, content in _PLACE_CONTENTS.items():
         place = value_at(settings, key) or "none"
-        possible = place_at_stage(key, place, stage)
+        possible = zero_memory.place_at_stage(key, place, stage)
         if possible != place:
             put_place(settings, key, possible)
             target = "the CPU" if possible == "cpu" else "the device"
@@ -545,15 +534,3 @@ def _place_of(config: RunConfig, place_key: str) -> str | None:
     """Where something is offloaded to; None where it is not."""
     place: str | None = value_at(config.deepspeed, place_key)
     return None if place == "none" else place
-
-
-def _refuse_other_files(settings: Mapping[str, Any]) -> None:
-    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
-    schema = deepspeed_schema()
-    if settings and not schema.sections[""] & {*map(str, settings)}:
-        raise ConfigError(
-            f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
-            f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. Give a "
-            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or a '
-            "RunConfig."
-        )

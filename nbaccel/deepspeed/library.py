@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 OLDEST = "0.18.5"
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
-_GREETING_TEXT = "Setting accelerator to CPU."
-
 
 @contextlib.contextmanager
 def quiet_logger(level: int = logging.CRITICAL + 1) -> Iterator[None]:
@@ -63,7 +61,7 @@ def quiet_logger(level: int = logging.CRITICAL + 1) -> Iterator[None]:
 
 
 def _is_no_greeting(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_GREETING_TEXT)
+    return not record.getMessage().startswith("Setting accelerator to CPU.")
 
 
 def load_module(module: str, *, why: str) -> Any:
@@ -80,9 +78,8 @@ def load_module(module: str, *, why: str) -> Any:
 
 def usual_logging(zero_config: ZeroConfig | None = None) -> contextlib.AbstractContextManager[None]:
     """A block without DeepSpeed's dozen lines, unless the configuration turns them on."""
-    if zero_config is not None and (
-        zero_config.get("log_level") is not None or zero_config.get("dump_state")
-    ):
+    settings = {} if zero_config is None else zero_config.to_dict()
+    if settings.get("log_level") is not None or settings.get("dump_state"):
         return contextlib.nullcontext()
     return quiet_logger(logging.WARNING)
 
@@ -145,7 +142,6 @@ def folder() -> Path:
     """Where torch builds operations, a folder each, by torch's rule (Python and CUDA versions)."""
     if chosen_folder := env.read("TORCH_EXTENSIONS_DIR"):
         return Path(chosen_folder)
-    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
     device_kind = "cpu"
     if version.hip is not None:
@@ -153,6 +149,7 @@ def folder() -> Path:
     elif version.cuda is not None:
         device_kind = f"cu{version.cuda.replace('.', '')}"
     python_tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     return Path(extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
 
 
@@ -232,10 +229,9 @@ def path_with_ninja() -> str | None:
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    found = shutil.which("ninja", path=os.pathsep.join(beside_python))
-    ninja = Path(found) if found else None
-    first_path = shutil.which("ninja", path=search_path)
-    if first_path is not None and (ninja is None or Path(first_path) == ninja):
+    ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    first_ninja = shutil.which("ninja", path=search_path)
+    if first_ninja is not None and (ninja is None or Path(first_ninja) == Path(ninja)):
         return search_path
     if ninja is None:
         raise MissingBackend(
@@ -243,7 +239,7 @@ def path_with_ninja() -> str | None:
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    return os.pathsep.join([str(ninja.parent), *filter(None, [search_path])])
+    return os.pathsep.join([str(Path(ninja).parent), *filter(None, [search_path])])
 
 
 def _compiler() -> list[str] | None:
@@ -357,9 +353,9 @@ def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     if maker is not None and maker.type is not None:
         away = offloads_optimizer(zero_config)
         operations.append(own_operation(maker.type, maker.params or {}, is_offloaded=away))
-    for offload in (zero_config.offload_optimizer, zero_config.offload_param):
-        if offload is not None and offload.device == "nvme" and "async_io" not in operations:
-            operations.append("async_io")
+    sections = (zero_config.offload_optimizer, zero_config.offload_param)
+    if any(section is not None and section.device == "nvme" for section in sections):
+        operations.append("async_io")
     return tuple(filter(None, operations))
 
 
@@ -367,8 +363,7 @@ def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What is missing here to build the parts that are needed, and how to get it."""
     # Some were built when DeepSpeed was installed: only DeepSpeed itself tells which.
     load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
-    needed = needed_ops(zero_config, device=device)
-    operations = [name for name in needed if not is_built(name)]
+    operations = [one for one in needed_ops(zero_config, device=device) if not is_built(one)]
     command = _compiler()
     text = f"DeepSpeed builds {', '.join(operations)} on first use"
     if operations and command is None:
@@ -433,15 +428,12 @@ def check_fp32_copies(engine: Any) -> None:
 
 
 def has_fp32_fragment(tensor: Any) -> bool:
-    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts.
-
-    It has on every rank; `fp32_fragment` is None on those that hold none of it.
-    """
+    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts, on any rank."""
     return hasattr(tensor, _HP_MAPPING)
 
 
 def fp32_fragment(tensor: Any) -> Any:
-    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2."""
+    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2; None without one."""
     return getattr(tensor, _HP_MAPPING, None)
 
 
@@ -546,9 +538,7 @@ def _change_state(changed_module: Any) -> None:
         # then without, as only so its state takes the plugin.
         if not training_libraries.accelerate_is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
-            changed_module.PartialState(
-                True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}
-            )
+            changed_module.PartialState(True, **{name: kwargs[name] for name in handed_on})
         _join_process_group()
         with env.applied({_USE_CPU: None}):
             init(self, *args, **{**kwargs, "cpu": False})

@@ -146,10 +146,8 @@ def _holds(section: type[Section], short_key: str = "") -> FieldRule:
 
 def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
-    options = get_args(model_field.annotation)
-    return next(
-        (one for one in options if isinstance(one, type) and issubclass(one, Section)), None
-    )
+    options = [one for one in get_args(model_field.annotation) if isinstance(one, type)]
+    return next((one for one in options if issubclass(one, Section)), None)
 
 
 # ------------------------------------------------------------------------------ sections
@@ -419,6 +417,13 @@ def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[s
             "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
         )
     return settings
+
+
+def todays_settings(
+    config: Mapping[str, Any] | str | Path | ZeroConfig,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings in today's form, and what is said of older ones."""
+    return old_forms(load_settings(config))
 
 
 def auto_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:

@@ -17,9 +17,10 @@ from nbaccel.base.atomic import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory.estimate import (
     Bytes,
     MemoryEstimate,
@@ -99,8 +100,7 @@ def _counted(
         if has_key(settings, key):
             put_at(part, key, value_at(settings, key))
     facts = TrainingFacts(world_size=world_size)
-    resolved, _ = resolve_decided(part, facts=facts, run=run, model=model)
-    config = resolved.config
+    config = resolve_decided(part, facts=facts, run=run, model=model)[0].config
     document = config.to_dict()
     stage = config.zero_stage
     precision = next((name for name in ("bf16", "fp16") if config.is_on(name)), "fp32")
@@ -299,9 +299,6 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     return device, host, nvme + optimizer + Bytes(gradients=own_bytes)
 
 
-_BYTES_AT_STAGE = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)
-
-
 # ------------------------------------------------------------------------------ the estimate
 
 
@@ -347,7 +344,7 @@ def estimate_memory(
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    given = {} if config is None else old_forms(load_settings(config))[0]
+    given = {} if config is None else todays_settings(config)[0]
     formats = short_formats(run) if config is None else None
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
@@ -369,7 +366,8 @@ def estimate_memory(
         )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
-    device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
+    of_stage = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[settings.stage]
+    device, host, nvme = of_stage(settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
     contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
     moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
@@ -420,24 +418,17 @@ def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
-    mistakes = []
-    if num_processes < 1 or num_nodes < 1:
-        mistakes.append(
-            f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-            "divided among them. Use 1 or more of each."
-        )
-    if sample_batch is not None and not callable(getattr(model, "modules", None)):
-        mistakes.append(
-            f"sample_batch needs the model itself: got {model!r}, with which nothing can be "
-            "measured. Give the module (it may be on meta), or activation_bytes."
-        )
-    if sample_batch is not None and activation_bytes:
-        mistakes.append(
-            f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
-            "silently override the other. Give one of them."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    has_batch = sample_batch is not None
+    is_module = callable(getattr(model, "modules", None))
+    problems = {
+        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
+        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
+        "Give the module (it may be on meta), or activation_bytes.": has_batch and not is_module,
+        f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
+        "silently override the other. Give one of them.": has_batch and activation_bytes,
+    }
+    refuse_mistakes(text for text, is_there in problems.items() if is_there)
 
 
 # ------------------------------------------------------------------------------ is there room

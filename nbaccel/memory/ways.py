@@ -186,18 +186,16 @@ class CandidateFinder:
         found: list[Candidate] = []
         for variant in way.configs:
             candidate = self._evaluate(variant, samples)
-            recomputes = variant.activation_checkpointing and not config.activation_checkpointing
-            found.append(
-                replace(
-                    candidate,
-                    name=way.name,
-                    placement=way.placement,
-                    refusal=way.refusal or candidate.refusal,
-                    recomputes=recomputes,
-                )
+            candidate = replace(
+                candidate,
+                name=way.name,
+                placement=way.placement,
+                refusal=way.refusal or candidate.refusal,
+                recomputes=variant.activation_checkpointing and not config.activation_checkpointing,
             )
             if candidate.need is not None and (candidate.fits or way.refusal):
-                return found[-1]
+                return candidate
+            found.append(candidate)
         if not found:
             raise InternalError(f"The way to train {way.name!r} has no settings.")
         return next((one for one in found if one.need is not None), found[-1])
@@ -403,11 +401,8 @@ def _leaner(
         return None
     if finder.can_checkpoint:
         config = config.changed(activation_checkpointing=True)
-    roomy = [
-        candidate
-        for candidate in finder.find(config, samples=samples)
-        if candidate.can_be_taken and not _is_tight(candidate)
-    ]
+    found = finder.find(config, samples=samples)
+    roomy = [one for one in found if one.can_be_taken and not _is_tight(one)]
     leaner = min(roomy, key=rank_of, default=None)
     return None if leaner is None else replace(leaner, reason=beside(leaner, best))
 

@@ -173,8 +173,7 @@ def _options_of(name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
         )
         for row in rows
     )
-    is_of_fp8 = name == "fp8.backend"
-    meaning = "What is installed." if is_of_fp8 else "Chosen to suit this machine."
+    meaning = "What is installed." if name == "fp8.backend" else "Chosen to suit this machine."
     return (ChoiceOption("auto", "auto", meaning), *options) if "auto" in words else options
 
 

@@ -20,18 +20,10 @@ import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.memory.settings_form import settings_forms
-from nbaccel.notebook.picker import rendering
+from nbaccel.notebook.picker import fields, rendering
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings, taken_settings, title_of
 from nbaccel.notebook.picker.config_text import TextMistake, mistakes_by_setting, mistakes_in_text
-from nbaccel.notebook.picker.fields import (
-    FieldLook,
-    FoldedSection,
-    Form,
-    SettingField,
-    Toggles,
-    field_for,
-    toggle_class,
-)
+from nbaccel.notebook.picker.fields import FoldedSection, Form, SettingField, toggle_class
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
@@ -109,8 +101,7 @@ class ConfigEditor:
             icon="",  # Notebook 7 cannot load the font of its icons
         )
         self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        example = "ds_config.json"
-        self._path = make(w.Text, "nbaccel-path", description="File", placeholder=example)
+        self._path = make(w.Text, "nbaccel-path", description="File", placeholder="ds_config.json")
         self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
         self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
         self._errors = self._form.new_html("", "nbaccel-load-errors")
@@ -175,9 +166,8 @@ class ConfigEditor:
         try:
             text = read_text()
         except (OSError, UnicodeDecodeError) as error:
-            self._errors.value = rendering.error_html(
-                [f"The file cannot be read: {error}. Give the path of a JSON or YAML file."]
-            )
+            mistake = f"The file cannot be read: {error}. Give the path of a JSON or YAML file."
+            self._errors.value = rendering.error_html([mistake])
             return
         self._errors.value = ""
         self._write(text)
@@ -187,9 +177,8 @@ class ConfigEditor:
     def _on_save(self) -> None:
         path = self._target.value.strip()
         name = str(self._faces.value)
-        mistakes = self._form.carry_out(
-            lambda: self._model.save(path, name), done=f"Saved to {path} as {name}."
-        )
+        done = f"Saved to {path} as {name}."
+        mistakes = self._form.carry_out(partial(self._model.save, path, name), done=done)
         self._errors.value = rendering.error_html(mistakes)
 
 
@@ -207,7 +196,7 @@ class FacesPanel:
         self._names = (*self._not_chosen, *_RUN_FACES, _RESOLVED_FACE)
         self._picked = self._names[0]
         self._text: w.HTML | None = None
-        self._toggles = Toggles(form, self._pressed)
+        self._toggles = fields.Toggles(form, self._pressed)
 
     def make(self) -> list[w.Widget]:
         """Its widgets, when it is opened."""
@@ -249,7 +238,7 @@ class CandidateStrip:
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
         self._heading = form.new_html("", "nbaccel-strip-head")
-        self._buttons = Toggles(form, self._pressed)
+        self._buttons = fields.Toggles(form, self._pressed)
         self._names = form.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = form.new_html("", "nbaccel-bars")
         label = form.new_html(rendering.label_html("Ways to train", is_hidden=True))
@@ -325,12 +314,10 @@ class AllSettings:
         search.observe(lambda change: self._find(change.new), "value")
         self._found_count = self._form.new_html("", "nbaccel-found-count")
         self._found = self._form.new_box([], "nbaccel-found")
-        panels = [
-            self._form.new_box(
-                self.sections_of(name, settings(name)), *("nbaccel-panel", f"nbaccel-panel-{name}")
-            )
-            for name in self._panels
-        ]
+        panels = []
+        for name in self._panels:
+            inside = self.sections_of(name, settings(name))
+            panels.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
         self._list = self._form.new_box(panels, "nbaccel-listed")
         return [search, self._found_count, self._found, self._list]
 
@@ -579,12 +566,12 @@ class PickerView:
             boxes.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
         return [self._form.new_box(boxes), self._messages]
 
-    def _field(self, setting: Setting, look: FieldLook) -> SettingField:
-        new_field = field_for(setting, self._form, look)
+    def _field(self, setting: Setting, look: fields.FieldLook) -> SettingField:
+        new_field = fields.field_for(setting, self._form, look)
         self._first.append(new_field)
         return new_field
 
     def _listed_field(self, setting: Setting) -> SettingField:
         if setting.name not in self._listed:
-            self._listed[setting.name] = field_for(setting, self._form)
+            self._listed[setting.name] = fields.field_for(setting, self._form)
         return self._listed[setting.name]
