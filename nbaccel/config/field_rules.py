@@ -173,7 +173,13 @@ def explain_mistakes(
             by_name[setting_name] = mistakes_in(inner_error, setting_name)
             continue
         if detail["type"] == _UNKNOWN_SETTING:
-            text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
+            names = tuple(model.model_fields)
+            known = f"The settings are: {', '.join(names)}."
+            remedy = closest(setting_name, names).lstrip() or unknown_remedy or known
+            text = (
+                f"{setting_name} is no setting of {model.__name__}: got "
+                f"{setting_name}={shown(given_value)}. It would be silently ignored. {remedy}"
+            )
         elif setting_name not in model.model_fields:
             text = f"{model.__name__} cannot be built from {shown(given_value)}: {detail['msg']}."
         else:
@@ -184,16 +190,6 @@ def explain_mistakes(
         text = f"{speaker}: {text}" if speaker else text
         by_name[setting_name] = (FieldMistake(text, setting_name),)
     return tuple(mistake for mistakes in by_name.values() for mistake in mistakes)
-
-
-def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
-    settings = tuple(model.model_fields)
-    known = f"The settings are: {', '.join(settings)}."
-    remedy = closest(name, settings).lstrip() or unknown_remedy or known
-    return (
-        f"{name} is no setting of {model.__name__}: got {name}={shown(value)}. It would be "
-        f"silently ignored. {remedy}"
-    )
 
 
 def mistakes_in(error: ConfigError, section: str = "") -> tuple[FieldMistake, ...]:

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -190,9 +190,7 @@ class Advice:
         return f"<Advice: {self.headline()}>"
 
     # Without it IPython would take `__repr__`, which is one line, as the text form.
-    def _repr_mimebundle_(
-        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
-    ) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         head, *lines = self._rows()
         reasons = (rung.reason for rung in self.rungs)
         rows = [[one[0], why, *one[1:]] for one, why in zip(lines, reasons, strict=True)]
@@ -444,9 +442,7 @@ def _first_run(
     return run.changed(mixed_precision="bf16" if found == "no" and in_half else found)
 
 
-def _batch_of(
-    settings: Mapping[str, Any], *, samples: int | None, world_size: int
-) -> tuple[int, int]:
+def _batch_of(settings: Mapping[str, Any], samples: int | None, world_size: int) -> tuple[int, int]:
     """The batch of each process in one optimizer step, and how many of them are accumulated."""
     total, micro, steps = (
         value if isinstance(value := settings.get(key), int) and value > 0 else None

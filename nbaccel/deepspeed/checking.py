@@ -94,11 +94,8 @@ def check_config(
     findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
     keys = [finding for finding in findings if isinstance(finding, FieldMistake)]
     advice = [*notes, *(finding for finding in findings if not isinstance(finding, FieldMistake))]
-    if isinstance(config, ZeroConfig) and config.to_dict() == settings:
-        checked = config  # its values were checked when it was made
-    else:
-        checked, wrong_values = _typed_config(settings)
-        keys += wrong_values
+    checked, wrong_values = _typed_config(settings)
+    keys += wrong_values
     mistakes: list[str] = [
         *keys,
         *_model_mistakes(checked, schema, known_mistakes=keys),

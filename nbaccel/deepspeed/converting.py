@@ -372,9 +372,7 @@ def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
-def _whole_master(
-    tensor: torch.Tensor, of_stage_0: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
+def _whole_master(tensor: torch.Tensor, masters: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """The optimizer's fp32 weights on rank 0; where it has none, what the model computes with."""
     is_trained_at_3 = tensor.requires_grad and library.zero3_optimizer(tensor) is not None
     if is_trained_at_3 or library.has_fp32_fragment(tensor):
@@ -382,7 +380,7 @@ def _whole_master(
 
         # A collective, which gives the whole to every rank.
         return _on_rank_0(safe_get_full_fp32_param(tensor))
-    master = of_stage_0.get(id(tensor))
+    master = masters.get(id(tensor))
     return _whole_parameter(tensor) if master is None else _on_rank_0(master)
 
 

@@ -91,13 +91,12 @@ class DeepSpeedStrategy(Strategy):
         # destroys the engines.
         finalizer.atexit = False
         self._announced: Any = None
-        active_plugin = plugins.active
-        if active_plugin.is_zero3_init_enabled():
+        plugin = plugins.active
+        if plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
-            self._announced = local_shards.announced_config(
-                active_plugin.deepspeed_config, place.world_size
-            )
+            settings = plugin.deepspeed_config
+            self._announced = local_shards.announced_config(settings, place.world_size)
 
     @classmethod
     def build(
@@ -134,14 +133,13 @@ class DeepSpeedStrategy(Strategy):
         if plugin.deepspeed_config is not config:
             settings = plugin.deepspeed_config
         # Before the lease: what is refused has made no process group.
-        check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
+        check_parts(settings, bundle)
         optimizer_of = _optimizers_by_model(bundle)
         self._lease.take()
         drives: list[Drive | None] = []
         try:
             for number, model in enumerate(bundle.models):
-                optimizer = optimizer_of.get(number)
-                drives.append(self._engine_for(model, optimizer, bundle, plugin, settings))
+                drives.append(self._engine_for(model, optimizer_of.get(number), bundle, settings))
         except BaseException:  # an interrupt, too, leaves no environment without engines
             if not self._drives and self._announced is None:
                 self._lease.give_up()
@@ -161,13 +159,9 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def _engine_for(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        bundle: Bundle,
-        plugin: DeepSpeedPlugin,
-        given_settings: dict[str, Any],
+        self, model: nn.Module, optimizer: Any, bundle: Bundle, given_settings: dict[str, Any]
     ) -> Drive | None:
+        plugin = self._plugins.active
         of_optimizer = (
             one
             for one in bundle.schedulers
@@ -182,17 +176,17 @@ class DeepSpeedStrategy(Strategy):
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
         parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
-        if not is_training and resolved_config.config.zero_stage < 3:
+        resolved = resolve_config(settings, plugin, self._asked, self.place, *parts)
+        if not is_training and resolved.config.zero_stage < 3:
             model.to(self.place.device)
             return None
         # The configuration of a model that only infers must not replace that of a trained one.
         if is_training or id(plugin) not in self._open:
-            plugin.take_configuration(resolved_config.config.to_dict())
+            plugin.take_configuration(resolved.config.to_dict())
             self._open[id(plugin)] = (plugin.deepspeed_config, given_settings)
-        self.choices += resolved_config.choices
-        self._warn_before(model, resolved_config, is_training=is_training)
-        library.begin_comm(resolved_config.config)  # first: destroying engines below needs it
+        self.choices += resolved.choices
+        self._warn_before(model, resolved, is_training=is_training)
+        library.begin_comm(resolved.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
             # Removed before it ends: one that cannot be destroyed must not be tried again by each
@@ -202,7 +196,7 @@ class DeepSpeedStrategy(Strategy):
             forget_modules()
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
-        own_config, folders = local_shards.claim(resolved_config.config, self.place.rank)
+        own_config, folders = local_shards.claim(resolved.config, self.place.rank)
         try:
             engine = engines.make_engine(
                 model,
@@ -351,7 +345,7 @@ class DeepSpeedStrategy(Strategy):
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
         if drive is not None:
             drive.step()
-            _save(drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared)
+            _save(drive.engine, Path(folder), left_out, writes_shared=writes_shared)
             return
         writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
@@ -401,7 +395,7 @@ class DeepSpeedStrategy(Strategy):
         """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._writing_drive(model)
         if drive is not None:
-            _load(drive.engine, Path(folder), left_out=left_out)
+            _load(drive.engine, Path(folder), left_out)
         else:
             path = Path(folder) / _PLAIN_WEIGHTS_FILE
             weights = torch.load(path, map_location=self.place.device, weights_only=True)
@@ -503,7 +497,7 @@ def resolve_config(
         settings[micro_key] = 1
         reason = "no loader was prepared before; DeepSpeed only counts samples by it"
         choices = (Choice(micro_key, 1, reason),)
-    resolved_config = resolve_auto(
+    resolved = resolve_auto(
         settings,
         facts=facts,
         model=model,
@@ -511,25 +505,18 @@ def resolve_config(
         scheduler=scheduler if is_dummy else None,
     )
     # The check needs the device alone: all else that a run decides has been filled in by now.
-    checked = check_config(
-        resolved_config.config, world_size=place.world_size, device=place.device.type
-    )
-    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
+    checked = check_config(resolved.config, world_size=place.world_size, device=place.device.type)
+    return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
 
 
-def check_parts(
-    settings: dict[str, Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-) -> None:
+def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
-    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
-    if optimizers and not models:
+    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers]
+    if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
-            "one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
+            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
@@ -542,7 +529,7 @@ def check_parts(
             f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
             "optimizer that it could stand for. Add one there, or prepare one of torch."
         )
-    for scheduler in schedulers:
+    for scheduler in bundle.schedulers:
         is_dummy = isinstance(scheduler, DummyScheduler)
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if settings.get("scheduler") and (not is_dummy or makes_schedule):
@@ -577,48 +564,36 @@ def _type_of(section: Any) -> Any:
 # its files hold.
 
 
-def _save(
-    engine: Any,
-    checkpoint_folder: Path,
-    *,
-    left_out: Collection[str] = (),
-    writes_shared: bool = False,
-) -> None:
+def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
     """Write weights and the optimizer's state; a collective."""
     # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
     writes_before = engine.save_non_zero_checkpoint
     engine.save_non_zero_checkpoint = writes_before or writes_shared
     try:
         engine.save_checkpoint(
-            str(checkpoint_folder.parent),
-            tag=checkpoint_folder.name,
-            exclude_frozen_parameters=bool(left_out),
+            str(folder.parent), tag=folder.name, exclude_frozen_parameters=bool(left_out)
         )
     finally:
         engine.save_non_zero_checkpoint = writes_before
     if writes_shared:
-        (checkpoint_folder.parent / "latest").write_text(checkpoint_folder.name, encoding="utf-8")
+        (folder.parent / "latest").write_text(folder.name, encoding="utf-8")
 
 
-def _load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
+def _load(engine: Any, folder: Path, left_out: Collection[str]) -> None:
     """Read what :func:`_save` wrote; a collective."""
     try:
         with _plain_reading():
             loaded_path, _ = engine.load_checkpoint(
-                str(checkpoint_folder.parent),
-                tag=checkpoint_folder.name,
-                load_module_strict=not left_out,
+                str(folder.parent), tag=folder.name, load_module_strict=not left_out
             )
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
-            f"{checkpoint_folder} was loaded in part: {str(error).partition(chr(10))[0]} "
-            f"{_PLAIN_REMEDY}"
+            f"{folder} was loaded in part: {str(error).partition(chr(10))[0]} {_PLAIN_REMEDY}"
         ) from None
     if loaded_path is None:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
-            "loaded nothing. It holds "
-            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
+            f"The checkpoint {str(folder)!r} has files that DeepSpeed cannot read: it loaded "
+            f"nothing. It holds {', '.join(sorted(path.name for path in folder.iterdir()))}. Load "
             "another one."
         )
 
@@ -653,7 +628,7 @@ def _plain_reading() -> Iterator[None]:
         yield
 
 
-def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = ()) -> None:
+def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -> None:
     """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here

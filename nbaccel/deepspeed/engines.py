@@ -270,9 +270,7 @@ def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
 
 def _in_graph(loss: torch.Tensor, drives: Sequence[Drive]) -> list[Drive]:
     """Those with parameters in the loss's graph."""
-    drive_of = {
-        id(parameter): drive for drive in drives for parameter in drive.engine.module.parameters()
-    }
+    drive_of = {id(p): drive for drive in drives for p in drive.engine.module.parameters()}
     found: list[Drive] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]

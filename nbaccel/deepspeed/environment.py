@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import ConfigError, UnsafeMoment
@@ -188,9 +188,8 @@ def deepspeed_environment(
             processes.listen(_LOOPBACK_ADDRESS, port, setting="port", waiters="DeepSpeed")
         )
         port_number = int(socket.getsockname()[1])
-        stack.enter_context(
-            env.applied(_environment_variables(wanted_kind, gpu_index, port_number))
-        )
+        variables = _environment_variables(wanted_kind, gpu_index, port_number)
+        stack.enter_context(env.applied(variables))
         # Before DeepSpeed is loaded, whose changes `observe` must not take for what was there.
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
@@ -215,9 +214,7 @@ def ignore_old_names() -> None:
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
 
-def _environment_variables(
-    wanted_kind: str | None, gpu_index: int, port: int
-) -> dict[str, str | None]:
+def _environment_variables(kind: str | None, gpu_index: int, port: int) -> dict[str, str | None]:
     variables: dict[str, str | None] = {
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
@@ -233,7 +230,7 @@ def _environment_variables(
         **dict.fromkeys(_UNSET_VARIABLES),
     }
     # DeepSpeed reads it once, when it is imported.
-    return variables if wanted_kind is None else {**variables, "DS_ACCELERATOR": wanted_kind}
+    return variables if kind is None else {**variables, "DS_ACCELERATOR": kind}
 
 
 def _close_current() -> None:
@@ -360,33 +357,29 @@ _log = get_logger(__name__)
 _VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
-class Before(NamedTuple):
-    """What was there before, and is restored."""
-
-    variables: dict[str, str]
-    is_accelerate_set_up: bool
-    hf_config: Any
-    """What transformers holds as the process's DeepSpeed configuration."""
+_Before: TypeAlias = tuple[dict[str, str], bool, Any]
+"""Variables, whether Accelerate is set up, and transformers' DeepSpeed configuration."""
 
 
-def observe() -> Before:
+def observe() -> _Before:
     """Look at what DeepSpeed and those who use it will change."""
     is_set_up = training_libraries.accelerate_is_set_up()
-    return Before(_library_variables(), is_set_up, library.hf_config_reference())
+    return _library_variables(), is_set_up, library.hf_config_reference()
 
 
-def tear_down(state_before: Before) -> None:
+def tear_down(state_before: _Before) -> None:
     """End DeepSpeed's part of this process; the next use starts from nothing."""
+    variables, was_set_up, hf_config = state_before
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
         steps.callback(
             # None unsets a variable that was not there before.
-            lambda: env.update({**dict.fromkeys(_library_variables()), **state_before.variables})
+            lambda: env.update({**dict.fromkeys(_library_variables()), **variables})
         )
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
-        steps.callback(library.keep_hf_config_reference, state_before.hf_config)
-        if not state_before.is_accelerate_set_up:
+        steps.callback(library.keep_hf_config_reference, hf_config)
+        if not was_set_up:
             steps.callback(training_libraries.forget_accelerate)
         # After the engines, some of which ask their group for a rank when they are destroyed.
         steps.callback(_end_groups)

@@ -202,12 +202,7 @@ def name_of(placement: StatePlacement) -> str:
 
 
 def _variants(
-    config: RunConfig,
-    placement: StatePlacement,
-    shape: Shape,
-    folder: str | None,
-    *,
-    can_checkpoint: bool,
+    config: RunConfig, placement: StatePlacement, shape: Shape, folder: str, *, can_checkpoint: bool
 ) -> Iterator[RunConfig]:
     """As it is, then with activations computed again, then with less gathered at once."""
     first_config = _placed(config, placement, shape, folder, at_once=None)
@@ -222,17 +217,12 @@ def _variants(
 
 
 def _placed(
-    config: RunConfig,
-    placement: StatePlacement,
-    shape: Shape,
-    folder: str | None,
-    *,
-    at_once: int | None,
+    config: RunConfig, placement: StatePlacement, shape: Shape, folder: str, *, at_once: int | None
 ) -> RunConfig:
     """The run with that placement; what the user has written for it is kept."""
     settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
-    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
-    put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
+    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder)
+    put_place(settings, PARAM_PLACE, placement.parameters, folder)
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
     largest = zero_memory.largest_parameter(shape)
@@ -432,13 +422,13 @@ class DeepSpeedForm(SettingsForm):
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
     ) -> Iterator[TrainingWay]:
         refusal = engine_refusal(config)
-        folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), None)
+        folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), "")
         for placement in placements:
             # Where processes compute on the CPU, everything is in host memory anyway.
             if on_host and placement.leaves_device and not (placement.uses_disk and folder):
                 continue
             way_refusal = refusal
-            if placement.uses_disk and folder is None and not refusal:
+            if placement.uses_disk and not (folder or refusal):
                 way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
             yield TrainingWay(
                 name=name_of(placement),
@@ -484,16 +474,12 @@ class DeepSpeedForm(SettingsForm):
         return set(settings) == {"gradient_accumulation_steps"}
 
 
-def _with_stage(
-    run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
-) -> Edit:
+def _with_stage(config: RunConfig, stage: int | None, earlier: Mapping[str, Any]) -> Edit:
     """A run with another ZeRO stage."""
     if stage is None:
-        return Edit(run_config.changed(zero_stage=None, deepspeed=None))
+        return Edit(config.changed(zero_stage=None, deepspeed=None))
     # Turning DeepSpeed off and on again must not lose what was set before.
-    settings = copy.deepcopy(
-        dict((run_config.deepspeed or {}) if run_config.uses_deepspeed else earlier_settings)
-    )
+    settings = copy.deepcopy(dict((config.deepspeed or {}) if config.uses_deepspeed else earlier))
     remarks: tuple[str, ...] = ()
     for key, content in _PLACE_CONTENTS.items():
         place = value_at(settings, key) or "none"
@@ -502,7 +488,7 @@ def _with_stage(
             put_place(settings, key, possible)
             target = "the CPU" if possible == "cpu" else "the device"
             remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
-    return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
+    return Edit(config.changed(zero_stage=stage, deepspeed=settings), remarks)
 
 
 def _with_key(config: RunConfig, key: str, value: Any) -> Edit:

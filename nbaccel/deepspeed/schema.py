@@ -271,12 +271,10 @@ _NEAR_A_FIELD = 0.83
 """`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
 
 
-def key_findings(
-    settings: Mapping[str, Any], schema: Schema, section_path: str = ""
-) -> Iterator[str]:
+def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "") -> Iterator[str]:
     """What is wrong with each key, section by section; plain text where that is only advice."""
-    known_keys = schema.sections.get(section_path)
-    prefix = f"{section_path}." if section_path else ""
+    known_keys = schema.sections.get(section)
+    prefix = f"{section}." if section else ""
     for key, value in settings.items():
         path = f"{prefix}{key}"
         if path in schema.removed:
@@ -286,16 +284,16 @@ def key_findings(
         if known_keys is not None and key not in known_keys:
             # A comment, in one of the ways that people write one.
             if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
-                if section_path in schema.models:
+                if section in schema.models:
                     yield FieldMistake(
                         f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
-                        f"that it does not know in {section_path}: got {shown(value)}. Move it to "
+                        f"that it does not know in {section}: got {shown(value)}. Move it to "
                         "the top level.",
                         path,
                     )
                 continue
-            meant_key, advice = _advice(key, section_path, settings, schema)
-            yield _unknown_key(path, value, section_path, advice, schema)
+            meant_key, advice = _advice(key, section, settings, schema)
+            yield _unknown_key(path, value, section, advice, schema)
         inner_path = f"{prefix}{meant_key}"
         if isinstance(value, Mapping) and inner_path in schema.sections:
             # Keys inside a misspelt section are compared with the section that was meant, so that
@@ -303,42 +301,40 @@ def key_findings(
             yield from key_findings(value, schema, inner_path)
 
 
-def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> str:
+def _unknown_key(path: str, value: Any, section: str, advice: str, schema: Schema) -> str:
     head = f"{path} is no key of DeepSpeed {schema.version}"
     got = f"got {path}={shown(value)}"
     # Published configurations have such keys, so they are not refused.
-    if not advice and not section_path:
+    if not advice and not section:
         return f"{head}, which ignores it: {got}."
-    fate = "refuse it" if section_path in schema.models else "silently ignore it"
-    advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section_path]))}."
+    fate = "refuse it" if section in schema.models else "silently ignore it"
+    advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section]))}."
     return FieldMistake(f"{head}: {got}. It would {fate}. {advice}", path)
 
 
-def _advice(
-    key: str, section_path: str, settings: Mapping[str, Any], schema: Schema
-) -> tuple[str, str]:
+def _advice(key: str, section: str, settings: Mapping[str, Any], schema: Schema) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
     places = [path for path, keys in schema.sections.items() if key in keys]
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(places) <= 3:
         return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."
-    if not section_path:
+    if not section:
         schedules = [schema.schedulers[name].known for name in schema.own_schedulers]
         if key in _OF_OPTIMIZERS or any(key in known for known in schedules):
             maker = "optimizer" if key in _OF_OPTIMIZERS else "scheduler"
             return key, f"It belongs in {maker}.params."
-    keys = schema.sections[section_path]
+    keys = schema.sections[section]
     # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
     for candidates in ([known for known in keys if known not in settings], keys):
         near = _meant_at_the_top(key, candidates)
-        if section_path:
+        if section:
             near = closest(key, candidates).partition("'")[2].partition("'")[0]
         if near:
             return near, f"Did you mean {near!r}?"
     for place, known_keys in schema.sections.items():
         if near_keys := difflib.get_close_matches(key.lower(), known_keys, n=1, cutoff=0.8):
             return key, f"Did you mean {near_keys[0]!r} in {place or 'the top level'}?"
-    if not section_path and key.lower().startswith(("zero", "offload", "stage3")):
+    if not section and key.lower().startswith(("zero", "offload", "stage3")):
         zero_keys = ", ".join(sorted(schema.sections.get(ZERO, ())))
         return key, f"ZeRO is configured in {ZERO}: its keys are {zero_keys}."
     return key, ""
@@ -363,18 +359,18 @@ def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
     return names[near_keys[0]] if near_keys else ""
 
 
-def misspelt_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[FieldMistake]:
+def misspelt_keys(settings: Mapping[str, Any], section: str = "") -> Iterator[FieldMistake]:
     """Keys that are nearly one that has a field here, for where DeepSpeed is not installed."""
-    fields = {name for place, name, _ in config_fields() if place == section_path}
+    fields = {name for place, name, _ in config_fields() if place == section}
     if not fields:
         return  # its keys are DeepSpeed's, or the user's own
-    if not section_path:
+    if not section:
         fields.add(ZERO)
-    prefix = f"{section_path}." if section_path else ""
+    prefix = f"{section}." if section else ""
     for key, value in settings.items():
         near = difflib.get_close_matches(key.strip().lower(), fields, n=1, cutoff=_NEAR_A_FIELD)
         meant_key, advice = key, ""
-        if not section_path and key in ZERO_KEYS:
+        if not section and key in ZERO_KEYS:
             advice = f"It belongs in {ZERO}."
         elif key not in fields and near:
             meant_key, advice = near[0], f"Did you mean {near[0]!r}?"

@@ -349,9 +349,8 @@ def estimate_memory(
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
-        rows = given.get(_BATCH_KEY)
         activation_bytes = _measured(
-            model_or_shape, sample_batch, rows, precision, gradient_checkpointing
+            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
     if formats is not None:

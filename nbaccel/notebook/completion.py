@@ -130,12 +130,8 @@ class Completion:
         options = magic_line.options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, sign, typed_part = last_word.partition("=")
-        if (
-            sign
-            and (magic_option := magic_line.find_option(options, typed_flag))
-            and magic_option.value
-        ):
-            return self._values(magic_option, typed_part)
+        if sign and (option := magic_line.find_option(options, typed_flag)) and option.value:
+            return self._values(option, typed_part)
         previous = magic_line.find_option(options, words_before[-1]) if words_before else None
         if previous is not None and previous.value:
             return self._values(previous, last_word)

@@ -287,9 +287,7 @@ class _LineReader:
 
     def line(self, base_config: RunConfig) -> MagicLine:
         """The settings that they give, if nothing is wrong."""
-        settings = {
-            name: value for name, value in self.found.items() if name in RunConfig.model_fields
-        }
+        settings = {name: one for name, one in self.found.items() if name in RunConfig.model_fields}
         # Every part adds to `mistakes`; they are raised together at the end.
         ranks = self._ranks(self.found.get("ranks"))
         out_names = self._out(self.found.get("out"))

@@ -64,19 +64,30 @@ class ConfigEditor:
         self._check()
 
     def _make(self) -> list[w.Widget]:
-        self._text = self._form.make(
+        form = self._form
+        make = form.make
+        self._text = make(
             *(w.Textarea, "nbaccel-text"),
             description="Configuration",
             placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
         )
-        self._form.hear(self._text, "value", lambda _: self._on_typed())
-        self._told = self._form.new_html("", "nbaccel-text-mistakes")
-        form = self._form
+        form.hear(self._text, "value", lambda _: self._on_typed())
+        self._told = form.new_html("", "nbaccel-text-mistakes")
         self._apply = form.new_button(
             "Apply", "nbaccel-apply", lambda: self._take(self._text.value + "\n")
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
-        self._make_file_widgets()
+        self._upload = make(
+            *(w.FileUpload, "nbaccel-upload"),
+            description="Upload a file",
+            accept=".json,.yaml,.yml",
+            icon="",  # Notebook 7 cannot load the font of its icons
+        )
+        self._upload.observe(lambda change: self._on_upload(change.new), "value")
+        self._path = make(w.Text, "nbaccel-path", description="File", placeholder="ds_config.json")
+        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
+        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
+        self._errors = form.new_html("", "nbaccel-load-errors")
         load = form.new_button("Load", "nbaccel-load", lambda: self._open(self._read_path))
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
@@ -91,20 +102,6 @@ class ConfigEditor:
 
     def _read_path(self) -> str:
         return Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-
-    def _make_file_widgets(self) -> None:
-        make = self._form.make
-        self._upload = make(
-            *(w.FileUpload, "nbaccel-upload"),
-            description="Upload a file",
-            accept=".json,.yaml,.yml",
-            icon="",  # Notebook 7 cannot load the font of its icons
-        )
-        self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        self._path = make(w.Text, "nbaccel-path", description="File", placeholder="ds_config.json")
-        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
-        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
-        self._errors = self._form.new_html("", "nbaccel-load-errors")
 
     def _on_typed(self) -> None:
         if self._timer is not None:
@@ -252,10 +249,6 @@ class CandidateStrip:
         toggle_class(self._strip, "nbaccel-awaited", model.is_memory_postponed)
         self._heading.value = rendering.fits_html(model)
         rows = [*rendering.shown_rows(model)]
-        self._sync_buttons(rows)
-        self._bars.value = rendering.table_html(rows) if rows else ""
-
-    def _sync_buttons(self, rows: Sequence[rendering.BarRow]) -> None:
         buttons = self._buttons.buttons
         for number in range(len(buttons), len(rows)):
             self._buttons.add(number, "", "", f"nbaccel-candidate-{number}")
@@ -269,6 +262,7 @@ class CandidateStrip:
             button.disabled = row.is_refused
             button.tooltip = _candidate_text(candidate)
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
+        self._bars.value = rendering.table_html(rows) if rows else ""
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on and number < len(self._shown):
