@@ -152,14 +152,11 @@ class FileTensor(NamedTuple):
         for chunk in torch.split(flat, _CHUNK_ELEMENTS):
             yield chunk
             if is_mapped:
-                _give_back(chunk)
-
-
-def _give_back(chunk: torch.Tensor) -> None:
-    """Let the system have the pages of a mapped file; the next read brings them again."""
-    first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
-    size = ctypes.c_size_t(chunk.data_ptr() + chunk.nbytes - first)
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, ctypes.c_int(_MADV_DONTNEED))
+                # The system gets the pages of the file back; the next read brings them again.
+                first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
+                size = chunk.data_ptr() + chunk.nbytes - first
+                pages = (ctypes.c_void_p(first), ctypes.c_size_t(size))
+                ctypes.CDLL(None).madvise(*pages, ctypes.c_int(_MADV_DONTNEED))
 
 
 def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:

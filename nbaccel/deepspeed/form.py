@@ -264,12 +264,9 @@ class DeepSpeedForm(SettingsForm):
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
     common = tuple(_LABELS)
     everyday = (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
+        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "activation_checkpointing",
-        f"{ZERO}.offload_optimizer.nvme_path",
-        f"{ZERO}.offload_param.nvme_path",
+        *(f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param")),
     )
 
     def settings(self) -> Iterator[Setting]:
@@ -323,7 +320,24 @@ class DeepSpeedForm(SettingsForm):
                 f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
                 "effect. Choose a ZeRO stage first."
             )
-        return _with_key(config, setting.name, value)
+        key = setting.name
+        part = key.partition(".")[0]
+        settings = copy.deepcopy(dict(config.deepspeed or {}))
+        text = ""
+        if key in _PLACE_CONTENTS:
+            # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
+            folder = str(Path.cwd() / "nvme_offload")
+            if put_place(settings, key, value, folder):
+                text = f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk."
+        elif value in (None, ""):
+            drop_at(settings, key)
+            if key in _STAND_INS:  # without a type its parameters have no meaning
+                settings.pop(part, None)
+        else:
+            put_at(settings, key, value)
+            if key in _STAND_INS:
+                text = f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place."
+        return Edit(config.changed(deepspeed=settings), (text,) if text else ())
 
     def check(self, config: RunConfig, device: str) -> None:
         settings = ZeroConfig.from_dict(engine_config(config) or {})
@@ -489,31 +503,6 @@ def _with_stage(config: RunConfig, stage: int | None, earlier: Mapping[str, Any]
             target = "the CPU" if possible == "cpu" else "the device"
             remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
     return Edit(config.changed(zero_stage=stage, deepspeed=settings), remarks)
-
-
-def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
-    """A run with another value for a key of DeepSpeed."""
-    settings = copy.deepcopy(dict(config.deepspeed or {}))
-    remarks: tuple[str, ...] = ()
-    part = key.partition(".")[0]
-    if key in _PLACE_CONTENTS:
-        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
-        folder = str(Path.cwd() / "nvme_offload")
-        if put_place(settings, key, value, folder):
-            remarks = (
-                f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
-            )
-    elif value in (None, ""):
-        drop_at(settings, key)
-        if key in _STAND_INS:  # without a type its parameters have no meaning
-            settings.pop(part, None)
-    else:
-        put_at(settings, key, value)
-        if key in _STAND_INS:
-            remarks = (
-                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
-            )
-    return Edit(config.changed(deepspeed=settings), remarks)
 
 
 def _place_of(config: RunConfig, place_key: str) -> str | None:

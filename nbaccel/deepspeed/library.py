@@ -444,12 +444,8 @@ def zero3_optimizer(tensor: Any) -> Any:
 
 ZERO3_MODULE_ATTRIBUTES = frozenset(
     {
-        "_external_params",
-        "_original_parameters",
-        "applied_pre_backward_ref_cnt",
-        "ds_grads_remaining",
-        "ds_id",
-        "ds_recompute_parameters",
+        *("_external_params", "_original_parameters", "applied_pre_backward_ref_cnt"),
+        *("ds_grads_remaining", "ds_id", "ds_recompute_parameters"),
     }
 )
 """Attributes of plain types that ZeRO 3 gives each module; others are of its own types."""

@@ -19,13 +19,8 @@ _COMMON_FIELDS = {
     "precision": ("mixed_precision",),
     "zero": ("gradient_accumulation_steps", "activation_checkpointing"),
     "launch": (
-        "device",
-        "num_processes",
-        "start_method",
-        "num_nodes",
-        "node_rank",
-        "master_addr",
-        "use_port",
+        *("device", "num_processes", "start_method"),
+        *("num_nodes", "node_rank", "master_addr", "use_port"),
     ),
 }
 # Settings whose options are rows of the catalogue, which have meanings.
@@ -37,10 +32,7 @@ _ROWS_OF: dict[str, Sequence[Any]] = {
     "strategy": STRATEGIES,
 }
 _EVERYDAY_FIELDS = (
-    "gradient_accumulation_steps",
-    "activation_checkpointing",
-    "fp8.backend",
-    "fp8.recipe",
+    *("gradient_accumulation_steps", "activation_checkpointing", "fp8.backend", "fp8.recipe"),
 )
 _FIELD_LABELS = {
     "mixed_precision": "Precision",

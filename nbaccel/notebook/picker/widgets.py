@@ -453,7 +453,13 @@ class PickerView:
     ) -> tuple[str, ...]:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:
-            self._forget(field)
+            # Messages of earlier mistakes go; a field whose text is still wrong keeps its own.
+            for told_field in self._told_elsewhere:
+                told_field.tell(())
+            self._told_elsewhere = []
+            self._said = self._wrong = ()
+            if field is not None:
+                field.messages = ()  # the text stays visible until the next attempt is judged
             mistakes: tuple[str, ...] = ()
             try:
                 action()
@@ -470,15 +476,6 @@ class PickerView:
                     refused.sync()
             self._tell()
             return mistakes
-
-    def _forget(self, field: SettingField | None) -> None:
-        """Remove messages of earlier mistakes; a field whose text is still wrong keeps its own."""
-        for told_field in self._told_elsewhere:
-            told_field.tell(())
-        self._told_elsewhere = []
-        self._said = self._wrong = ()
-        if field is not None:
-            field.messages = ()  # the text stays visible until the next attempt is judged
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
         others: list[str] = []
