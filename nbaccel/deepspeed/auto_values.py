@@ -75,7 +75,7 @@ class TrainingFacts:
     gather_16bit_weights: bool | None = None
 
 
-def _gathered(
+def gathered(
     facts: TrainingFacts | None, run: RunConfig | None, makers: tuple[object, ...]
 ) -> TrainingFacts:
     """All facts; of several sources the first one that has a fact decides."""
@@ -379,7 +379,7 @@ def resolve_decided(
     A form and an estimate go on without them; where it is strict they are mistakes.
     """
     settings, _ = todays_settings(config)
-    known = _Known(_gathered(facts, run, makers), model, settings, _only_defaults(facts, makers))
+    known = _Known(gathered(facts, run, makers), model, settings, _only_defaults(facts, makers))
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
     undecided: dict[str, str] = {}

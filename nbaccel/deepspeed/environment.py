@@ -388,7 +388,7 @@ def tear_down(state_before: _Before) -> None:
 
 
 def _destroy_engines() -> None:
-    """Also of engines that a variable still names: without their group they cannot train."""
+    """Also those that a variable still names: without their process group they cannot train."""
     for engine in live_engines():
         try:
             destroy(engine)

@@ -428,7 +428,7 @@ def check_fp32_copies(engine: Any) -> None:
 
 
 def has_fp32_fragment(tensor: Any) -> bool:
-    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts, on any rank."""
+    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts; the same on every rank."""
     return hasattr(tensor, _HP_MAPPING)
 
 

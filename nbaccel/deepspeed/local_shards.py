@@ -80,7 +80,7 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     if is_partitioned(tensor):
         first, count = _local_span(tensor)
         # Of a parameter with fewer elements than there are ranks, the last ranks have only padding.
-        return [(first, _placed_part(tensor)[:count])] if count else []
+        return [(first, _own_part(tensor)[:count])] if count else []
     mapping = library.fp32_fragment(tensor)
     # None where the float32 copy is another rank's, and after an engine that never stepped.
     if mapping is None and held is None:
@@ -133,7 +133,7 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
 
 
-def _placed_part(tensor: Any) -> torch.Tensor:
+def _own_part(tensor: Any) -> torch.Tensor:
     """This process's part at stage 3, in float32 where it is trained, with its padding."""
     values = _master_part(tensor)
     if values is not None:
@@ -477,7 +477,9 @@ def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> A
         return None
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    return HfDeepSpeedConfig(without_auto(zero_settings, world_size))  # type: ignore[no-untyped-call]
+    # As `Any`, since transformers' own constructor has no annotations.
+    config: Any = HfDeepSpeedConfig
+    return config(without_auto(zero_settings, world_size))
 
 
 @contextlib.contextmanager
@@ -489,7 +491,8 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     from transformers.integrations import deepspeed as integration
 
     reference_before = library.hf_config_reference()
-    integration.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+    unset_config: Any = integration.unset_hf_deepspeed_config
+    unset_config()
     # A variable, because transformers' reference is weak: without one it would be gone at once.
     kept_config = announced_config(zero_settings) if zero_settings is not None else None
     try:
