@@ -389,10 +389,8 @@ def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
     if not reading.is_of_type("DEEPSPEED"):
         reading.note_section(key, value)
         return
-    section = {
-        entry_key: None if str(entry_value).lower() == "none" else entry_value
-        for entry_key, entry_value in reading.mapping(key, value).items()
-    }
+    entries = reading.mapping(key, value).items()
+    section = {name: None if str(one).lower() == "none" else one for name, one in entries}
     launcher = str(section.get("deepspeed_multinode_launcher") or "pdsh")
     if section.get("deepspeed_hostfile") and launcher not in _STARTED_ON_EACH:
         # One command, on one machine, starts the workers of all hosts.

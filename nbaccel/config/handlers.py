@@ -568,10 +568,8 @@ class ProfileKwargs(Handler):
         if (schedule := arguments.pop("schedule_option", None)) is not None:
             arguments["schedule"] = profiler_module.schedule(**schedule)
         if self.activities is not None:
-            arguments["activities"] = [
-                getattr(profiler_module.ProfilerActivity, kinds[str(name)])
-                for name in self.activities
-            ]
+            enum = profiler_module.ProfilerActivity
+            arguments["activities"] = [getattr(enum, kinds[str(one)]) for one in self.activities]
         return profiler_module.profile(**arguments)
 
 
@@ -640,12 +638,9 @@ class TorchDynamoPlugin(Handler):
         compile_arguments = self.to_dict()
         del compile_arguments["use_regional_compilation"]
         # Arguments with torch's default are left out: torch refuses `mode` beside `options`.
-        default_arguments = {"mode": "default", "fullgraph": False, "disable": False}
-        return {
-            name: value
-            for name, value in compile_arguments.items()
-            if value is not None and value != default_arguments.get(name)
-        }
+        defaults = {"mode": "default", "fullgraph": False, "disable": False}
+        given = compile_arguments.items()
+        return {name: one for name, one in given if one not in (None, defaults.get(name))}
 
 
 # Settings of both plugins in a `RunConfig`. Training code gets them by Accelerate's variables.

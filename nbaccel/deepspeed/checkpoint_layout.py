@@ -314,20 +314,16 @@ def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: 
     ordered = [optimizers[rank] for rank in range(num_ranks)]
     module = model.states["module"]
     buffers = set(model.states.get("buffer_names") or ())
-    shared_params = model.states.get("shared_params") or {}
+    shared = model.states.get("shared_params") or {}
     if stage == 3:
         trained = _trained_at_stage_3(files, model, ordered)
         frozen = _frozen_at_stage_3(files, model)
     else:
         trained = _trained_at_stages_1_and_2(files, model, ordered)
-        frozen = _whole(model, module.keys() - {*trained, *buffers, *shared_params})
+        frozen = _whole(model, module.keys() - {*trained, *buffers, *shared})
     # Trained weights last: where a name is among several, the optimizer's copy counts.
     weights = {**_whole(model, buffers), **({} if exclude_frozen else frozen), **trained}
-    tied = {
-        name: target
-        for name, target in shared_params.items()
-        if name not in weights and target in weights
-    }
+    tied = {n: target for n, target in shared.items() if n not in weights and target in weights}
     in_order = {name: weights[name] for name in module if name in weights}
     return in_order | weights, tied
 
@@ -356,10 +352,8 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
     stage, count = next(iter(said.values()))
     beyond = [rank for rank in (*files.optimizer, *files.model) if rank >= count]
     if len(set(said.values())) > 1 or beyond:
-        texts = "; ".join(
-            f"rank {rank}: stage {stage} of {count}"
-            for rank, (stage, count) in sorted(said.items())[:4]
-        )
+        few = sorted(said.items())[:4]
+        texts = "; ".join(f"rank {rank}: stage {stage} of {count}" for rank, (stage, count) in few)
         raise ConfigError(
             f"{files.folder} mixes files of different saves, with stage and number of ranks as "
             f"{texts}. Parts of two saves do not make one. Delete those of the older one"
@@ -386,10 +380,8 @@ def _trained_at_stages_1_and_2(
     trained: _Weights = {}
     paddings = optimizers[0].states.get("param_alignment_paddings")  # not in all versions
     for number, shapes in enumerate(_shape_groups(model)):
-        parts = [
-            FileTensor.of(file.path, file.states["single_partition_of_fp32_groups"][number])
-            for file in optimizers
-        ]
+        key = "single_partition_of_fp32_groups"
+        parts = [FileTensor.of(file.path, file.states[key][number]) for file in optimizers]
         trained |= _laid_out(
             f"group {number} of {files.folder}",
             [parts],

@@ -247,11 +247,8 @@ def _close_current() -> None:
 
 def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
-    found = [
-        name
-        for name, value in _ALONE.items()
-        if environ.get(name, "").strip() not in ("", "-1", value)
-    ]
+    given = {name: environ.get(name, "").strip() for name in _ALONE}
+    found = [name for name, value in given.items() if value not in ("", "-1", _ALONE[name])]
     if found:
         raise UnsafeMoment(
             "A launcher's environment is here already: "
@@ -471,11 +468,8 @@ def _group_backends() -> list[Any]:
     # Where there is a group, torch is loaded; everywhere else this module does without it.
     from nbaccel.base import torch_private
 
-    return [
-        backend
-        for group in torch_private.process_groups()
-        for backend in torch_private.device_backends(group)
-    ]
+    groups = torch_private.process_groups()
+    return [backend for group in groups for backend in torch_private.device_backends(group)]
 
 
 def _library_variables() -> dict[str, str]:

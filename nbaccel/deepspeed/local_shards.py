@@ -195,11 +195,8 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a whole state dict; a collective."""
-    own = {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    entries = module.state_dict(keep_vars=True).items()
+    own = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
     misfit = _misfit_text(module, own, state, strict=strict) if dist.get_rank() == 0 else ""
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
     told: list[Any] = [misfit, [name for name in own if name in state]]
@@ -411,10 +408,8 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
     keys = (f"{ZERO}.offload_param.buffer_size", f"{ZERO}.offload_param.buffer_count")
     size, count = (int(value_at(settings, key, DEFAULTS[key])) for key in keys)
     # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
-    sizes = {
-        name: int(getattr(parameter, "ds_numel", parameter.numel()))
-        for name, parameter in model.named_parameters()
-    }
+    named = model.named_parameters()
+    sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in named}
     name = max(sizes, key=lambda name: sizes[name])
     part = -(-sizes[name] // world_size)
     if part > size:

@@ -88,11 +88,8 @@ PANELS = ("precision", "zero", "launch")
 
 @cache
 def _forms_by_setting() -> dict[str, SettingsForm]:
-    return {
-        setting.name: settings_form
-        for settings_form in settings_forms()
-        for setting in settings_form.settings()
-    }
+    forms = settings_forms()
+    return {setting.name: form for form in forms for setting in form.settings()}
 
 
 def form_of(name: str) -> SettingsForm | None:

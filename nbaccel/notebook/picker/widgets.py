@@ -479,12 +479,9 @@ class PickerView:
 
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
         others: list[str] = []
+        visible = [one for one in self._all_fields() if one.is_visible and one is not field]
         for name, messages in mistakes_by_setting(error).items():
-            named = [
-                one
-                for one in self._all_fields()
-                if one.setting.name == name and one is not field and one.is_visible
-            ]
+            named = [one for one in visible if one.setting.name == name]
             others += [] if named else messages
             # The field's own messages come first.
             for named_field in (one for one in named if not one.messages):
