@@ -23,14 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.given_values import (
-    closest,
-    read_number,
-    read_truth,
-    read_whole,
-    read_word,
-    shown,
-)
+from nbaccel.config import given_values
+from nbaccel.config.given_values import closest, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,7 +85,7 @@ class FieldRule:
         or_none = ", or None" if NoneType in options else ""
         value_type = next(option for option in options if option is not NoneType)
         allowed: tuple[str, ...] = ()
-        read: Callable[[Any], Any] | None = read_number
+        read: Callable[[Any], Any] | None = given_values.read_number
         limits = {
             name: getattr(item, name)
             for item in constraints
@@ -102,9 +96,9 @@ class FieldRule:
             values = get_args(value_type)
             must = f"one of {', '.join(map(str, values))}"
             allowed = tuple(value for value in values if isinstance(value, str))
-            read = read_word if allowed else read_whole
+            read = given_values.read_word if allowed else given_values.read_whole
         elif value_type is bool:
-            must, read = "True or False", read_truth
+            must, read = "True or False", given_values.read_truth
         elif value_type is float:
             must = f"a number above {limits.get('gt')}"
         elif value_type is int:

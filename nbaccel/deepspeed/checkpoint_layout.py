@@ -415,10 +415,9 @@ def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
     shapes = _checked_shapes(model.states.get("frozen_param_shapes") or {})
     ranks = [_file_with(files.model[rank], "module") for rank in sorted(files.model) if shapes]
     frozen: _Weights = {}
+    key = "frozen_param_fragments"
     for name, shape in shapes.items():
-        fragments = [
-            [FileTensor.of(one.path, one.states["frozen_param_fragments"][name])] for one in ranks
-        ]
+        fragments = [[FileTensor.of(one.path, one.states[key][name])] for one in ranks]
         frozen |= _laid_out(str(files.folder), fragments, {name: shape})
     return frozen
 

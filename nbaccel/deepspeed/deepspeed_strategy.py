@@ -34,15 +34,8 @@ from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.estimate import measure
-from nbaccel.plan.contracts.training import (
-    Bundle,
-    DummyOptim,
-    DummyScheduler,
-    Place,
-    SaidBySettings,
-    Strategy,
-    TrainingRequest,
-)
+from nbaccel.plan.contracts import training
+from nbaccel.plan.contracts.training import Bundle, DummyOptim, DummyScheduler, TrainingRequest
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.launch_plan import Choice
 
@@ -63,14 +56,14 @@ _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 """Of a model that has no engine, or one that cannot write."""
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(training.Strategy):
     """DeepSpeed's ZeRO."""
 
     name: ClassVar[str] = "deepspeed"
     owns_precision: ClassVar[bool] = True
     shard_kind: ClassVar[str] = "deepspeed"
 
-    def __init__(self, place: Place, plugins: Plugins, asked: TrainingRequest) -> None:
+    def __init__(self, place: training.Place, plugins: Plugins, asked: TrainingRequest) -> None:
         super().__init__(place)
         self._plugins = plugins
         self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -100,15 +93,15 @@ class DeepSpeedStrategy(Strategy):
 
     @classmethod
     def build(
-        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+        cls, place: training.Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
         return cls(place, settings, asked)
 
     @classmethod
-    def said_by(cls, settings: Plugins) -> SaidBySettings:
+    def said_by(cls, settings: Plugins) -> training.SaidBySettings:
         """See :meth:`Strategy.said_by`; what the plugin in force says."""
         plugin = settings.active
-        return SaidBySettings(
+        return training.SaidBySettings(
             mixed_precision=plugin.mixed_precision,
             accumulation_steps=plugin.accumulation_steps,
             writes_shards=True,
@@ -460,7 +453,7 @@ def resolve_config(
     given_config: dict[str, Any],
     plugin: DeepSpeedPlugin,
     asked_settings: TrainingRequest,
-    place: Place,
+    place: training.Place,
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,

@@ -27,16 +27,9 @@ from nbaccel.deepspeed.checking import check_config, combination_mistakes
 from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
 from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryEstimate, Shape
-from nbaccel.memory.settings_form import (
-    ChoiceOption,
-    Edit,
-    FilledConfig,
-    Setting,
-    SettingsForm,
-    StatePlacement,
-    TrainingWay,
-)
+from nbaccel.memory.settings_form import ChoiceOption, Edit, FilledConfig, Setting, StatePlacement
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
@@ -256,7 +249,7 @@ _FILLED_LATER = dict.fromkeys(
 )
 
 
-class DeepSpeedForm(SettingsForm):
+class DeepSpeedForm(settings_form.SettingsForm):
     """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
 
     title = "ZeRO and DeepSpeed"
@@ -434,7 +427,7 @@ class DeepSpeedForm(SettingsForm):
         on_host: bool,
         can_checkpoint: bool,
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
-    ) -> Iterator[TrainingWay]:
+    ) -> Iterator[settings_form.TrainingWay]:
         refusal = engine_refusal(config)
         folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), "")
         for placement in placements:
@@ -444,7 +437,7 @@ class DeepSpeedForm(SettingsForm):
             way_refusal = refusal
             if placement.uses_disk and not (folder or refusal):
                 way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
-            yield TrainingWay(
+            yield settings_form.TrainingWay(
                 name=name_of(placement),
                 configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
                 placement=placement,

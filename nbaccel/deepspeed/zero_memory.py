@@ -21,15 +21,8 @@ from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
-from nbaccel.memory.estimate import (
-    Bytes,
-    MemoryEstimate,
-    Shape,
-    common_notes,
-    refuse_unsized,
-    shape_of,
-    torch_estimate,
-)
+from nbaccel.memory import estimate
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
 from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
@@ -340,9 +333,9 @@ def estimate_memory(
     Raises:
         ConfigError: The model's size or a setting cannot be read, or activations not be measured.
     """
-    refuse_unsized(model_or_shape)
+    estimate.refuse_unsized(model_or_shape)
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
-    shape = shape_of(model_or_shape)
+    shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
     formats = short_formats(run) if config is None else None
@@ -354,7 +347,7 @@ def estimate_memory(
         )
     machine = inventory or inspect_machine()
     if formats is not None:
-        return torch_estimate(
+        return estimate.torch_estimate(
             shape,
             strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
             states=_short_states(model_or_shape, world_size, formats),

@@ -333,10 +333,9 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         if best is not None:
             if passes != accumulation:
                 why = (*why, f"batches of {samples}: larger ones do not fit")
-            not_chosen = [
-                f"{one.name}: {one.reason}" for one in candidates if one.reason and one is not best
-            ]
-            first = _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
+            rest = [one for one in candidates if one.reason and one is not best]
+            not_chosen = [f"{one.name}: {one.reason}" for one in rest[:_MAX_NOT_CHOSEN]]
+            first = _proposal(best, why, not_chosen, samples, finder)
             leaner = _leaner(finder, in_round, best, samples)
             others = [] if leaner is None else [_proposal(leaner, why, [], samples, finder)]
             return (first, *others)
