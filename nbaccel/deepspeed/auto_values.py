@@ -374,10 +374,8 @@ def resolve_decided(
     *,
     is_strict: bool = False,
 ) -> tuple[Resolved, dict[str, str]]:
-    """A configuration without the keys that nothing decides, and the reason of each of those.
-
-    A form and an estimate go on without them; where it is strict they are mistakes.
-    """
+    """A configuration without the keys that nothing decides, and the reason of each of those."""
+    # A form and an estimate go on without them; where it is strict they are mistakes.
     settings, _ = todays_settings(config)
     known = _Known(gathered(facts, run, makers), model, settings, _only_defaults(facts, makers))
     mistakes = list(_contradictions(known))

@@ -113,10 +113,8 @@ class DeepSpeedStrategy(training.Strategy):
     # ---------------------------------------------------------------- preparing
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; a collective.
-
-        A model without an optimizer gets an engine only at stage 3, which shards what it holds.
-        """
+        """See :meth:`Strategy.wrap`; a collective."""
+        # A model without an optimizer gets an engine only at stage 3, which shards what it holds.
         if not (bundle.models or bundle.optimizers):
             return bundle
         plugin = self._plugins.active

@@ -145,11 +145,9 @@ def _keep_in_step(module: nn.Module) -> None:
 
 
 def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
-    """Cut a model into shards, one parameter after the other; a collective.
-
-    An engine would first cast the whole model in every process, and only then cut it. Nothing
-    happens to a model whose weights are not mapped from files, or that is cut already.
-    """
+    """Cut a model into shards, one parameter after the other; a collective."""
+    # An engine would first cast the whole model in every process, and only then cut it. Nothing
+    # happens to a model whose weights are not mapped from files, or that is cut already.
     from deepspeed import zero
 
     parameters = [p for p in model.parameters() if not local_shards.is_partitioned(p)]

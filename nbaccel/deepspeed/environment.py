@@ -424,10 +424,8 @@ def forget_modules() -> None:
 
 
 def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`.
-
-    They are not among the garbage collector's objects in a process that has frozen those.
-    """
+    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
+    # They are not among the garbage collector's objects in a process that has frozen those.
     if hasattr(function, "cache_clear"):
         yield function
         return
@@ -459,12 +457,10 @@ def forget_groups() -> None:
 
 
 def _group_backends() -> list[Any]:
-    """The C++ side of all groups, as Python holds it.
-
-    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
-    from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
-    here release the GIL before they destruct, so they must be the last to go.
-    """
+    """The C++ side of all groups, as Python holds it."""
+    # ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
+    # from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
+    # here release the GIL before they destruct, so they must be the last to go.
     # Where there is a group, torch is loaded; everywhere else this module does without it.
     from nbaccel.base import torch_private
 

@@ -220,12 +220,10 @@ def ready_to_build(device: str) -> str | None:
 
 
 def path_with_ninja() -> str | None:
-    """The PATH with which ninja is found, and always the same ninja.
-
-    A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
-    took the system's ninja, and a shell with the environment activated took the environment's, each
-    would build again what the other has built: versions of ninja record commands differently.
-    """
+    """The PATH with which ninja is found, and always the same ninja."""
+    # A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
+    # took the system's ninja, and a shell with the environment activated its own, each would build
+    # again what the other has built: versions of ninja record commands differently.
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
@@ -258,11 +256,9 @@ def _no_compiler(missing_operations: Sequence[str]) -> str:
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
-    """Remove locks that a killed process left in the folders of half-built operations.
-
-    A process that builds keeps the lock open until it has finished; any other waits until the file
-    is gone, silently and without a time limit. Met where a kernel was killed while it compiled.
-    """
+    """Remove locks that a killed process left in the folders of half-built operations."""
+    # A process that builds keeps the lock open until it has finished; any other waits until it is
+    # gone, silently and without a time limit. Met where a kernel was killed while it compiled.
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
@@ -273,11 +269,9 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
 
 def _is_forgotten(lock_path: Path) -> bool:
-    """Whether the process that made a lock is gone.
-
-    Operations that were built long ago are locked for a moment, too, by each process that loads
-    them, so one look is not enough: the lock must stay the same one, without a holder.
-    """
+    """Whether the process that made a lock is gone."""
+    # Operations that were built long ago are locked for a moment, too, by each process that loads
+    # them, so one look is not enough: the lock must stay the same one, without a holder.
     seen = set()
     for _ in range(3):
         try:
@@ -407,11 +401,9 @@ _Z3_OPTIMIZER = "_z3_optimizer"
 
 
 def check_fp32_copies(engine: Any) -> None:
-    """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here.
-
-    Without these attributes a tensor looks as if ZeRO did not have it in parts: training would end
-    without an error, and without its float32 weights.
-    """
+    """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here."""
+    # Without these attributes a tensor looks as if ZeRO did not have it in parts: training would
+    # end without an error, and without its float32 weights.
     stage = engine.zero_optimization_stage()
     name = _Z3_OPTIMIZER if stage == 3 else _HP_MAPPING
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]

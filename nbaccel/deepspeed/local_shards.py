@@ -382,11 +382,9 @@ def free_buffers(module: nn.Module) -> None:
 
 
 def skip_repeated_reads(module: nn.Module) -> None:
-    """Let a parameter that several layers use be read ahead once.
-
-    DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
-    assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
-    """
+    """Let a parameter that several layers use be read ahead once."""
+    # DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
+    # assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
 
     def read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # By id, since tensors compare element by element.
@@ -592,12 +590,10 @@ def take_back(module: nn.Module, remembered: Remembered) -> bool:
 
 
 def take_back_together(module: nn.Module, device: torch.device) -> bool:
-    """Make a module whole that earlier engines of all processes have; a collective.
-
-    A cell that prepares a model is run again: without this, hooks of the engine before would run
-    beside those of the next one, over process groups that may be gone, and its weights would be
-    those in low precision.
-    """
+    """Make a module whole that earlier engines of all processes have; a collective."""
+    # A cell that prepares a model is run again: without this, hooks of the engine before would run
+    # beside those of the next one, over process groups that may be gone, and its weights would be
+    # those in low precision.
     state_before = _REMEMBERED_STATES.get(module)
     is_engines = (
         state_before is not None
@@ -619,10 +615,8 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
 
 @torch.no_grad()
 def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
-    """Whole weights by the identity of their parameters; a collective.
-
-    Where engines had no copy of higher precision, or have forgotten it, the weights stay.
-    """
+    """Whole weights by the identity of their parameters; a collective."""
+    # Where engines had no copy of higher precision, or have forgotten it, the weights stay.
     found: dict[int, torch.Tensor] = {}
     missing: list[str] = []
     for name, parameter in module.named_parameters():

@@ -157,12 +157,10 @@ def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
 
 
 def _temporary_bytes(settings: CountedSettings, num_elements: int, *, on_cpu: bool) -> int:
-    """What torch's own optimizers hold for a moment while they update so many numbers.
-
-    Adam takes the root of the second moment and divides it: into a second temporary on CPUs
-    (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
-    are one kernel and hold none.
-    """
+    """What torch's own optimizers hold for a moment while they update so many numbers."""
+    # Adam takes the root of the second moment and divides it: into a second temporary on CPUs
+    # (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
+    # are one kernel and hold none.
     if not settings.torch_optimizer:
         return 0
     return min(settings.num_states, 2 if on_cpu else 1) * settings.state_bytes * num_elements
