@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import device_row, fp8_backend, precision_row
-from nbaccel.memory.estimate import (
-    Bytes,
-    MemoryEstimate,
-    MemoryNeed,
-    Shape,
-    bars_of,
-    measure,
-    torch_estimate,
-)
+from nbaccel.memory import estimate
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, MemoryNeed, Shape, torch_estimate
 from nbaccel.memory.settings_form import SettingsForm
 from nbaccel.plan import Gpu, Inventory, Plan, registry
 
@@ -70,7 +63,7 @@ class MemoryModel:
     @cached_property
     def shape(self) -> Shape:
         """The sizes of the model."""
-        return measure(self.model)
+        return estimate.measure(self.model)
 
     @property
     def num_samples(self) -> int | None:
@@ -102,19 +95,19 @@ class MemoryModel:
             "inventory": machine,
         }
         if form is not None:
-            estimate = form.estimate(self.shape, document, **inputs)
+            found = form.estimate(self.shape, document, **inputs)
         elif plan.strategy == FSDP:
-            estimate = self._sharded(config, plan, inputs)
+            found = self._sharded(config, plan, inputs)
         else:
             formats = short_formats(config, plan.device)
             world_size = plan.num_processes * inputs["num_nodes"]
             states = model_states(self.model, world_size=world_size, formats=formats)
             strategy = "data parallel"
             strategy += "" if formats is None else f", fp8 at MS-AMP's {formats.level}"
-            estimate = torch_estimate(self.shape, strategy=strategy, states=states, **inputs)
+            found = torch_estimate(self.shape, strategy=strategy, states=states, **inputs)
         if self.limits.nvme is not None:
-            estimate = replace(estimate, nvme_free=self.limits.nvme)
-        return MemoryNeed(estimate=estimate, bars=bars_of(estimate, machine))
+            found = replace(found, nvme_free=self.limits.nvme)
+        return MemoryNeed(estimate=found, bars=estimate.bars_of(found, machine))
 
     def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
         settings = dict(config.fsdp or {})

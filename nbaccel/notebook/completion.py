@@ -141,13 +141,9 @@ class Completion:
             names = self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             return _beginning(names, typed_part, "variable")
         written = [magic_line.find_option(options, word) for word in words_before]
-        open_flags = [
-            flag
-            for option in options
-            for flag in (*option.flags, option.negative)
-            if option not in written and flag.startswith("--")
-        ]
-        return _beginning(open_flags, last_word, "option")
+        unwritten = [one for one in options if one not in written]
+        flags = [flag for one in unwritten for flag in (*one.flags, one.negative)]
+        return _beginning([flag for flag in flags if flag.startswith("--")], last_word, "option")
 
     def _values(self, option: magic_line.MagicOption, typed_part: str) -> Matches:
         if option.name == "config":
