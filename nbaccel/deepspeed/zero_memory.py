@@ -105,19 +105,14 @@ def _counted(
         place_at_stage(key, value_at(document, key, "none"), stage)
         for key in (OPTIMIZER_PLACE, PARAM_PLACE)
     )
+    usual = {**DEFAULTS, f"{ZERO}.overlap_comm": stage == 3}
     # Torch's own: not made from the file, nor replaced for offloading.
     optimizer = config.optimizer
     is_torchs = optimizer_place == "none" or config.zero_force_ds_cpu_optimizer is False
     if optimizer is not None and optimizer.type is not None:
         is_torchs = is_torchs and bool((optimizer.params or {}).get("torch_adam"))
     return CountedSettings(
-        zero={
-            "overlap_comm": value_at(document, f"{ZERO}.overlap_comm", stage == 3),
-            **{
-                key.removeprefix(f"{ZERO}."): value_at(document, key, default)
-                for key, default in DEFAULTS.items()
-            },
-        },
+        zero={key.removeprefix(f"{ZERO}."): value_at(document, key, usual[key]) for key in usual},
         stage=stage,
         precision=precision,
         parameter_bytes=number_bytes,
