@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, words_of_rows
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
 from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
@@ -161,8 +162,7 @@ def _into(section: str, name: str, convert: Callable[[Any], Any] = lambda value:
 
 def _as_variable(name: str) -> _ReadKey:
     def read(reading: _Reading, key: str, value: Any) -> None:
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        reading.variables[name] = text
+        reading.variables[name] = str(value).lower() if isinstance(value, bool) else str(value)
         reading.use(key, value, f"variables: {name}")
 
     return read
@@ -238,10 +238,9 @@ def _accelerates_config(
             key = reading.origins.get(name, name)
             origin = f" In this file it is {key}." if key != name else ""
             mistakes.append(mistake if name in changes else f"{source_name}: {mistake}{origin}")
-    if mistakes:
-        raise ConfigError(*mistakes)
-    mapped_keys = tuple(reading.mapped_keys)
-    return LoadedConfig(config=config, path=file_path, is_accelerate=True, mapped_keys=mapped_keys)
+    refuse_mistakes(mistakes)
+    keys = tuple(reading.mapped_keys)
+    return LoadedConfig(config=config, path=file_path, is_accelerate=True, mapped_keys=keys)
 
 
 def _read_keys(
@@ -390,10 +389,8 @@ def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
     if not reading.is_of_type("DEEPSPEED"):
         reading.note_section(key, value)
         return
-    section = {
-        entry_key: None if str(entry_value).lower() == "none" else entry_value
-        for entry_key, entry_value in reading.mapping(key, value).items()
-    }
+    entries = reading.mapping(key, value).items()
+    section = {name: None if str(one).lower() == "none" else one for name, one in entries}
     launcher = str(section.get("deepspeed_multinode_launcher") or "pdsh")
     if section.get("deepspeed_hostfile") and launcher not in _STARTED_ON_EACH:
         # One command, on one machine, starts the workers of all hosts.

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.field_rules import FieldMistake, FieldRule
-from nbaccel.config.given_values import closest, numbers_read, read_whole
+from nbaccel.config.field_rules import FieldMistake, FieldRule, refuse_mistakes
+from nbaccel.config.given_values import closest, numbers_read, read_whole, value_at
 from nbaccel.config.text_forms import read_source
 
 _ZERO_SECTION = "zero_optimization"
@@ -80,10 +80,8 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config_settings.get(_ZERO_SECTION), bool):
         config_settings[_ZERO_SECTION] = {"stage": int(config_settings[_ZERO_SECTION])}
     # Numbers as text and whole floats, of which both are compared with integers later.
-    for holder, number_key in (
-        (config_settings.get(_ZERO_SECTION), "stage"),
-        (config_settings, BATCH_SIZES[-1]),
-    ):
+    zero_section = config_settings.get(_ZERO_SECTION)
+    for holder, number_key in ((zero_section, "stage"), (config_settings, BATCH_SIZES[-1])):
         if isinstance(holder, dict) and isinstance(value := holder.get(number_key), (str, float)):
             holder[number_key] = read_whole(value)
     for section_name in _PART_SECTIONS:
@@ -104,8 +102,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
             "DeepSpeed refuses two. Turn one of them off."
         )
         mistakes.append(FieldMistake(text, "fp16.enabled"))
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return config_settings
 
 
@@ -152,14 +149,13 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, A
 
 def stage_left_open(document: Mapping[str, Any]) -> int:
     """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one."""
-    section = document.get(_ZERO_SECTION)
-    return _AUTO_STAGE if isinstance(section, Mapping) and section.get("stage") == _AUTO_WORD else 0
+    return _AUTO_STAGE if value_at(document, f"{_ZERO_SECTION}.stage") == _AUTO_WORD else 0
 
 
 def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]) -> list[str]:
     """Contradictions between a run and its DeepSpeed configuration."""
     decided_settings = taken_out(document)[1]
-    config_mistakes = [
+    mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
         f"which says {decided_value!r}. "
         'One of them would be ignored. Leave one out, or write "auto" there.'
@@ -167,17 +163,15 @@ def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]
         if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
     # A section that only turns its own precision off decides none, and still contradicts that one.
-    precision_name = given_settings.get("mixed_precision")
-    section = document.get(str(precision_name))
-    if "mixed_precision" in decided_settings or not isinstance(section, Mapping):
-        return config_mistakes
-    if section.get("enabled") is False:
-        config_mistakes.append(
-            f"mixed_precision={precision_name!r} contradicts the DeepSpeed configuration, where "
-            f"{precision_name}.enabled is False. One of them would be ignored. Leave one out, or "
+    precision = given_settings.get("mixed_precision")
+    is_off = value_at(document, f"{precision}.enabled") is False
+    if is_off and "mixed_precision" not in decided_settings:
+        mistakes.append(
+            f"mixed_precision={precision!r} contradicts the DeepSpeed configuration, where "
+            f"{precision}.enabled is False. One of them would be ignored. Leave one out, or "
             'write "auto" there.'
         )
-    return config_mistakes
+    return mistakes
 
 
 # `Any` is a `RunConfig` here, whose module imports this one.
@@ -230,8 +224,7 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
         twice = set(numbers) & set(slots.get(host_name, ()))
         mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
         slots[host_name] = (*slots.get(host_name, ()), *numbers)
-    if mistakes:
-        raise ConfigError(*dict.fromkeys(mistakes))
+    refuse_mistakes(dict.fromkeys(mistakes))
     return {host_name: tuple(sorted(numbers)) for host_name, numbers in slots.items()}
 
 
@@ -289,8 +282,7 @@ def kept_slots(
             if number >= num_slots[full_name]
         ]
         named[full_name] = numbers or every_slot[full_name]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     takes = setting_name == "include"
     left = {}
     for name, numbers in every_slot.items():

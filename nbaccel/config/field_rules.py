@@ -23,14 +23,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.config.given_values import (
-    closest,
-    read_number,
-    read_truth,
-    read_whole,
-    read_word,
-    shown,
-)
+from nbaccel.config import given_values
+from nbaccel.config.given_values import closest, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,7 +85,7 @@ class FieldRule:
         or_none = ", or None" if NoneType in options else ""
         value_type = next(option for option in options if option is not NoneType)
         allowed: tuple[str, ...] = ()
-        read: Callable[[Any], Any] | None = read_number
+        read: Callable[[Any], Any] | None = given_values.read_number
         limits = {
             name: getattr(item, name)
             for item in constraints
@@ -102,9 +96,9 @@ class FieldRule:
             values = get_args(value_type)
             must = f"one of {', '.join(map(str, values))}"
             allowed = tuple(value for value in values if isinstance(value, str))
-            read = read_word if allowed else read_whole
+            read = given_values.read_word if allowed else given_values.read_whole
         elif value_type is bool:
-            must, read = "True or False", read_truth
+            must, read = "True or False", given_values.read_truth
         elif value_type is float:
             must = f"a number above {limits.get('gt')}"
         elif value_type is int:
@@ -173,10 +167,15 @@ def explain_mistakes(
             by_name[setting_name] = mistakes_in(inner_error, setting_name)
             continue
         if detail["type"] == _UNKNOWN_SETTING:
-            text = _unknown_setting(model, setting_name, given_value, unknown_remedy)
+            names = tuple(model.model_fields)
+            known = f"The settings are: {', '.join(names)}."
+            remedy = closest(setting_name, names).lstrip() or unknown_remedy or known
+            text = (
+                f"{setting_name} is no setting of {model.__name__}: got "
+                f"{setting_name}={shown(given_value)}. It would be silently ignored. {remedy}"
+            )
         elif setting_name not in model.model_fields:
-            problem = detail["msg"]
-            text = f"{model.__name__} cannot be built from {shown(given_value)}: {problem}."
+            text = f"{model.__name__} cannot be built from {shown(given_value)}: {detail['msg']}."
         else:
             model_field = model.model_fields[setting_name]
             meaning = model_field.description or ""
@@ -185,16 +184,6 @@ def explain_mistakes(
         text = f"{speaker}: {text}" if speaker else text
         by_name[setting_name] = (FieldMistake(text, setting_name),)
     return tuple(mistake for mistakes in by_name.values() for mistake in mistakes)
-
-
-def _unknown_setting(model: type[BaseModel], name: str, value: object, unknown_remedy: str) -> str:
-    settings = tuple(model.model_fields)
-    known = f"The settings are: {', '.join(settings)}."
-    remedy = closest(name, settings).lstrip() or unknown_remedy or known
-    return (
-        f"{name} is no setting of {model.__name__}: got {name}={shown(value)}. It would be "
-        f"silently ignored. {remedy}"
-    )
 
 
 def mistakes_in(error: ConfigError, section: str = "") -> tuple[FieldMistake, ...]:

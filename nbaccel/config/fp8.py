@@ -165,10 +165,9 @@ class Fp8Config(Plain):
         # Accelerate's name for one of the recipes.
         if values.get("USE_MXFP8_BLOCK_SCALING", "").lower() in ("1", "true", "yes"):
             values.setdefault("RECIPE", "mxfp8")
+        keys = {name: _variable_name(name) for name in cls.model_fields}
         settings: dict[str, Any] = {
-            name: values[_variable_name(name)]
-            for name in cls.model_fields
-            if _variable_name(name) in values
+            name: values[key] for name, key in keys.items() if key in values
         }
         passes = [values.get(f"OVERRIDE_{pass_name}") for pass_name in _PASS_NAMES]
         if any(value is not None for value in passes):

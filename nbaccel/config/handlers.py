@@ -202,10 +202,9 @@ class FullyShardedDataParallelPlugin(Settings):
     def __post_init__(self) -> None:
         self._take_variables()
         mistakes = field_mistakes(self)
-        texts = list[str]()
         # A wrong type would be reported a second time, as a contradiction.
-        if not any(field_mistake.path == "state_dict_type" for field_mistake in mistakes):
-            texts = self._contradictions()
+        is_wrong_type = any(one.path == "state_dict_type" for one in mistakes)
+        texts = [] if is_wrong_type else self._contradictions()
         refuse_mistakes([*mistakes, *texts, *self._unfollowed()])
         self._warn_of_fsdp1()
         # The default depends on the version that was given, so it is read before it becomes 2.
@@ -569,10 +568,8 @@ class ProfileKwargs(Handler):
         if (schedule := arguments.pop("schedule_option", None)) is not None:
             arguments["schedule"] = profiler_module.schedule(**schedule)
         if self.activities is not None:
-            arguments["activities"] = [
-                getattr(profiler_module.ProfilerActivity, kinds[str(name)])
-                for name in self.activities
-            ]
+            enum = profiler_module.ProfilerActivity
+            arguments["activities"] = [getattr(enum, kinds[str(one)]) for one in self.activities]
         return profiler_module.profile(**arguments)
 
 
@@ -641,12 +638,9 @@ class TorchDynamoPlugin(Handler):
         compile_arguments = self.to_dict()
         del compile_arguments["use_regional_compilation"]
         # Arguments with torch's default are left out: torch refuses `mode` beside `options`.
-        default_arguments = {"mode": "default", "fullgraph": False, "disable": False}
-        return {
-            name: value
-            for name, value in compile_arguments.items()
-            if value is not None and value != default_arguments.get(name)
-        }
+        defaults = {"mode": "default", "fullgraph": False, "disable": False}
+        given = compile_arguments.items()
+        return {name: one for name, one in given if one not in (None, defaults.get(name))}
 
 
 # Settings of both plugins in a `RunConfig`. Training code gets them by Accelerate's variables.
@@ -703,8 +697,7 @@ def _checked_names(settings: Mapping[str, Any], known_names: Mapping[str, str]) 
         for name in TRUTH_SETTINGS
         if not isinstance(plain_settings.get(name), (bool, type(None)))
     ]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return {name: value for name, value in plain_settings.items() if value is not None}
 
 
@@ -722,14 +715,12 @@ def read_worker_variables(given_value: Any) -> Any:
     """Environment variables as text."""
     if not isinstance(given_value, Mapping):
         return given_value
-    placed_names = sorted(_PLACE_VARIABLES & {str(name) for name in given_value})
-    if placed_names:
-        raise ConfigError(
-            FieldMistake(
-                f"{', '.join(placed_names)} cannot be given: the launcher tells each worker its "
-                "place by it. Give num_processes, num_nodes, node_rank, master_addr or use_port."
-            )
+    if placed_names := sorted(_PLACE_VARIABLES & {str(name) for name in given_value}):
+        text = (
+            f"{', '.join(placed_names)} cannot be given: the launcher tells each worker its "
+            "place by it. Give num_processes, num_nodes, node_rank, master_addr or use_port."
         )
+        raise ConfigError(FieldMistake(text))
     return {
         str(name): str(value) if isinstance(value, (bool, int, float)) else value
         for name, value in given_value.items()

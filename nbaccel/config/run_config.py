@@ -380,24 +380,22 @@ class RunConfig(Exchangeable):
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
             validation_error: ValidationError | None = None
-            wrong_names: set[str] = set()
+            wrong: set[str] = set()
             try:
                 super().__init__(**settings)
             except ValidationError as error:
                 said_by = dict.fromkeys(file_settings, "DeepSpeed configuration")
                 validation_error = error
                 all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
-                wrong_names = {str(detail["loc"][0]) for detail in error.errors()}
+                wrong = {str(detail["loc"][0]) for detail in error.errors()}
                 # Built again, for contradictions among the valid ones; an error follows.
                 super().__init__(
-                    **{name: value for name, value in settings.items() if name not in wrong_names}
+                    **{name: value for name, value in settings.items() if name not in wrong}
                 )
-            right_settings = {
-                name: getattr(self, name) for name in given_settings if name not in wrong_names
-            }
+            right = {name: getattr(self, name) for name in given_settings if name not in wrong}
             if config_document:
-                all_mistakes += zero_engine.disagreements(config_document, right_settings)
-            all_mistakes += contradictions(self, ignoring=wrong_names)
+                all_mistakes += zero_engine.disagreements(config_document, right)
+            all_mistakes += contradictions(self, ignoring=wrong)
             if all_mistakes:
                 raise ConfigError(*all_mistakes) from validation_error
 
@@ -433,12 +431,10 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
     document = _document_of(changes.get("deepspeed"))
     if document is None:
         return {**kept_settings, **changes}
-    decided_settings = zero_engine.taken_out(document)[1]
+    decided = zero_engine.taken_out(document)[1]
     # Otherwise the old values would contradict the new configuration.
-    kept_settings = {
-        name: value for name, value in kept_settings.items() if name not in decided_settings
-    }
-    return {**kept_settings, **changes, "deepspeed": document}
+    kept = {name: value for name, value in kept_settings.items() if name not in decided}
+    return {**kept, **changes, "deepspeed": document}
 
 
 def _document_of(document: Any) -> zero_engine.Document | None:

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import put_at, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_auto
@@ -50,7 +51,6 @@ from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.model_blocks import checkpoints_gradients, enable_gradient_checkpointing
 
 _CHECKPOINTING = "gradient checkpointing"
-_HEAD = ("way", "batch", "device", "host", "NVMe", "verdict")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class Advice:
 
     def _rows(self) -> list[list[str]]:
         """The table without columns that have no value, such as that of NVMe."""
-        rows = [[f"   {_HEAD[0]}", *_HEAD[1:]]]
+        rows = [["   way", "batch", "device", "host", "NVMe", "verdict"]]
         for rung in self.rungs:
             name, *cells = rung.cells()
             rows.append([f"{'→' if rung is self.chosen else ' '}  {name}", *cells])
@@ -190,9 +190,7 @@ class Advice:
         return f"<Advice: {self.headline()}>"
 
     # Without it IPython would take `__repr__`, which is one line, as the text form.
-    def _repr_mimebundle_(
-        self, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
-    ) -> dict[str, str]:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         head, *lines = self._rows()
         reasons = (rung.reason for rung in self.rungs)
         rows = [[one[0], why, *one[1:]] for one, why in zip(lines, reasons, strict=True)]
@@ -286,8 +284,7 @@ class _Finder(CandidateFinder):
         if not checkpoints_gradients(model):
             refusal = f"{type(model).__name__} has no gradient_checkpointing_enable()"
             refusal = second.refusal if self.can_checkpoint else refusal
-            name = f"{second.name}, {_CHECKPOINTING}"
-            yield replace(second, name=name, refusal=refusal)
+            yield replace(second, name=f"{second.name}, {_CHECKPOINTING}", refusal=refusal)
         yield from others
 
     def _zero_ways(self, config: RunConfig) -> Iterator[TrainingWay]:
@@ -345,8 +342,7 @@ class _Finder(CandidateFinder):
             accumulation_steps=config.gradient_accumulation_steps,
             mixed_precision=config.mixed_precision,
         )
-        model = self.memory_model.model
-        return resolve_auto(document, facts=facts, model=model).config.to_dict()
+        return resolve_auto(document, facts=facts, model=self.memory_model.model).config.to_dict()
 
     def _world_size(self, plan: Plan) -> int:
         return plan.num_processes * (self.memory_model.num_nodes or 1)
@@ -363,10 +359,7 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
 def _walked(
     finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung]
 ) -> tuple[tuple[Rung, ...], Rung | None]:
-    """The first rung that fits, or works: of all ways, then again with half the batch, and so on.
-
-    The table is of the last round.
-    """
+    """The rungs of the last batch, and the first that fits or works, of ever smaller batches."""
     rungs: list[Rung] = []
     chosen: Rung | None = None
     for size, steps in halvings(*batch):
@@ -374,8 +367,7 @@ def _walked(
         for candidate in finder.candidates(_with_batch(run, size, steps), is_chosen=False):
             rung = _rung(candidate, size, steps)
             if chosen is not None and rung.is_accepted:
-                reason = f"{rung.reason} Usually slower than what was chosen."
-                rung = replace(rung, reason=reason)
+                rung = replace(rung, reason=f"{rung.reason} Usually slower than what was chosen.")
             elif rung.is_accepted:
                 rung = prove(rung)
                 chosen = rung if rung.is_accepted else None
@@ -391,9 +383,7 @@ def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
     reason = candidate.refusal
     if candidate.need is not None and not candidate.refusal:
         verdict = "fits" if candidate.fits else "does not fit"
-        lacking = candidate.need.lacking_text
-        reason = lacking or f"it needs {candidate.need.shares_text}"
-    config = None if verdict == "not available" else dict(candidate.document)
+        reason = candidate.need.lacking_text or f"it needs {candidate.need.shares_text}"
     return Rung(
         name=candidate.name,
         batch_size=size,
@@ -402,7 +392,7 @@ def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
         estimate=None if candidate.need is None else candidate.need.estimate,
         verdict=verdict,
         reason=f"{reason[:1].upper()}{reason[1:].rstrip('.')}.",
-        config=config,
+        config=None if verdict == "not available" else dict(candidate.document),
     )
 
 
@@ -452,9 +442,7 @@ def _first_run(
     return run.changed(mixed_precision="bf16" if found == "no" and in_half else found)
 
 
-def _batch_of(
-    settings: Mapping[str, Any], *, samples: int | None, world_size: int
-) -> tuple[int, int]:
+def _batch_of(settings: Mapping[str, Any], samples: int | None, world_size: int) -> tuple[int, int]:
     """The batch of each process in one optimizer step, and how many of them are accumulated."""
     total, micro, steps = (
         value if isinstance(value := settings.get(key), int) and value > 0 else None
@@ -489,8 +477,7 @@ def _check_arguments(
         f"num_nodes={num_nodes}. Leave one of them out.": try_it and num_nodes > 1,
         f"max_trials={max_trials} tries nothing. Use 1 or more.": try_it and max_trials < 1,
     }
-    if any(problems.values()):
-        raise ConfigError(*(text for text, is_there in problems.items() if is_there))
+    refuse_mistakes(text for text, is_there in problems.items() if is_there)
 
 
 # ----------------------------------------------------------------------- proof by launching

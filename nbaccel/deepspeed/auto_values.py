@@ -14,20 +14,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbaccel.base.errors import ConfigError, MissingBackend
+from nbaccel.base.errors import MissingBackend
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES
-from nbaccel.config.field_rules import FieldMistake
+from nbaccel.config.field_rules import FieldMistake, refuse_mistakes
 from nbaccel.config.given_values import drop_at, plain_value, put_at, shown, value_at
 from nbaccel.deepspeed.schema import deepspeed_schema
-from nbaccel.deepspeed.zero_config import (
-    AUTO,
-    ZERO,
-    ZeroConfig,
-    auto_keys,
-    load_settings,
-    old_forms,
-)
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, auto_keys, todays_settings
 from nbaccel.plan.launch_plan import Choice, choices_table
 
 _FACT_OF_ARGUMENT = {
@@ -83,7 +76,7 @@ class TrainingFacts:
 
 
 def gathered(
-    facts: TrainingFacts | None, run: RunConfig | None, optimizer: object, scheduler: object
+    facts: TrainingFacts | None, run: RunConfig | None, makers: tuple[object, ...]
 ) -> TrainingFacts:
     """All facts; of several sources the first one that has a fact decides."""
     known: dict[str, Any] = {}
@@ -94,7 +87,7 @@ def gathered(
         # Its default must not contradict a file that turns a precision on.
         if "mixed_precision" in run.model_fields_set:
             known["mixed_precision"] = run.mixed_precision
-    for maker in (optimizer, scheduler):
+    for maker in makers:
         # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
         # the rest in `kwargs`.
         held = getattr(maker, "defaults", None)
@@ -109,14 +102,14 @@ def gathered(
     return replace(facts, **{name: value for name, value in known.items() if name not in given})
 
 
-def _only_defaults(facts: TrainingFacts | None, *stand_ins: object) -> frozenset[str]:
+def _only_defaults(facts: TrainingFacts | None, makers: tuple[object, ...]) -> frozenset[str]:
     """The facts that are only a stand-in's defaults: they fill in, and contradict nothing."""
     return frozenset(
         _FACT_OF_ARGUMENT[name]
-        for stand_in in stand_ins
+        for maker in makers
         for name in ("lr", "weight_decay", "warmup_num_steps")
-        if name not in getattr(stand_in, "given", (name,))
-        and hasattr(stand_in, name)
+        if name not in getattr(maker, "given", (name,))
+        and hasattr(maker, name)
         and getattr(facts, _FACT_OF_ARGUMENT[name], None) is None
     )
 
@@ -124,21 +117,15 @@ def _only_defaults(facts: TrainingFacts | None, *stand_ins: object) -> frozenset
 def made_in(model: Any) -> str | None:
     """The format in which a model's weights were made: ``bfloat16``; None where it is not known."""
     config = getattr(model, "config", None)
-    model_dtype = getattr(config, "dtype", None)
-    # The name before transformers 5, whose attribute of that name warns when it is read: so only
-    # the instance's dictionary is looked at.
-    if model_dtype is None:
-        model_dtype = getattr(config, "__dict__", {}).get("torch_dtype")
+    # The second name is from before transformers 5, whose attribute of that name warns when it is
+    # read: so only the instance's dictionary is looked at.
+    old_dtype = getattr(config, "__dict__", {}).get("torch_dtype")
+    model_dtype = getattr(config, "dtype", None) or old_dtype
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
 
 
 def hidden_size(model: Any) -> tuple[int | None, str]:
-    """The width of a model, and where it was found.
-
-    Published rule first: ``config.hidden_size``, the largest of ``config.hidden_sizes``, and the
-    same of ``config.text_config``. A model without those is measured: the widest linear layer by
-    its smaller side, because the larger one may be a vocabulary.
-    """
+    """The width of a model, and where it was found: by the published rule, else measured."""
     config = getattr(model, "config", None)
     holders = {"config": config, "config.text_config": getattr(config, "text_config", None)}
     for path, holder in holders.items():
@@ -146,7 +133,8 @@ def hidden_size(model: Any) -> tuple[int | None, str]:
             return width, f"{path}.hidden_size"
         if widths := getattr(holder, "hidden_sizes", None):
             return max(widths), f"the largest of {path}.hidden_sizes"
-    # By attributes, since not only `nn.Linear` has them: quantized layers do, too.
+    # By attributes, since not only `nn.Linear` has them: quantized layers do, too. The larger side
+    # may be a vocabulary.
     layers = model.modules() if callable(getattr(model, "modules", None)) else ()
     sides = [
         min(layer.in_features, layer.out_features)
@@ -373,34 +361,23 @@ def resolve_auto(
     Raises:
         ConfigError: Values that nothing decides, and contradictions, all of them.
     """
-    resolved, _ = _resolve(config, facts, run, model, optimizer, scheduler, is_strict=True)
+    resolved, _ = resolve_decided(config, facts, run, model, (optimizer, scheduler), is_strict=True)
     return resolved
 
 
 def resolve_decided(
-    config: Mapping[str, Any], *, facts: TrainingFacts, run: RunConfig | None, model: object | None
-) -> tuple[Resolved, dict[str, str]]:
-    """A configuration without the keys that nothing decides, and the reason of each of those.
-
-    For a form and an estimate, which go on without them.
-    """
-    return _resolve(config, facts, run, model, None, None, is_strict=False)
-
-
-def _resolve(
     config: Mapping[str, Any] | str | Path | ZeroConfig,
     facts: TrainingFacts | None,
     run: RunConfig | None,
     model: object | None,
-    optimizer: object | None,
-    scheduler: object | None,
+    makers: tuple[object, ...] = (),
     *,
-    is_strict: bool,
+    is_strict: bool = False,
 ) -> tuple[Resolved, dict[str, str]]:
-    """See both above; keys that nothing decides are mistakes where it is strict."""
-    settings, _ = old_forms(load_settings(config))
-    all_facts = gathered(facts, run, optimizer, scheduler)
-    known = _Known(all_facts, model, settings, _only_defaults(facts, optimizer, scheduler))
+    """A configuration without the keys that nothing decides, and the reason of each of those."""
+    # A form and an estimate go on without them; where it is strict they are mistakes.
+    settings, _ = todays_settings(config)
+    known = _Known(gathered(facts, run, makers), model, settings, _only_defaults(facts, makers))
     mistakes = list(_contradictions(known))
     choices: list[Choice] = []
     undecided: dict[str, str] = {}
@@ -424,8 +401,7 @@ def _resolve(
         section = key.partition(".")[0]
         if schema is not None and section in schema.removed:
             # A section that DeepSpeed has removed is the mistake, not its "auto".
-            text = schema.removed_text(section, shown(settings[section]))
-            mistakes.append(FieldMistake(text, section))
+            mistakes.append(schema.removed_mistake(section, settings[section]))
             continue
         if defaults := schema.defaults(key) if schema else ():
             # DeepSpeed's models replace "auto" by their default; so it is left out here.
@@ -440,8 +416,7 @@ def _resolve(
             "default or fail. Write a value in its place, or leave it out."
         )
         mistakes.append(FieldMistake(text, key))
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return Resolved(ZeroConfig.from_dict(settings), tuple(choices)), undecided
 
 

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config
-from nbaccel.config.field_rules import FieldMistake, mistakes_in
+from nbaccel.config.field_rules import FieldMistake, mistakes_in, refuse_mistakes
 from nbaccel.config.given_values import closest, drop_at, has_key, shown, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.auto_values import AUTO_KEYS
@@ -33,14 +33,7 @@ from nbaccel.deepspeed.schema import (
     key_findings,
     optimizer_arguments,
 )
-from nbaccel.deepspeed.zero_config import (
-    AUTO,
-    ZERO,
-    ZeroConfig,
-    auto_keys,
-    load_settings,
-    old_forms,
-)
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, auto_keys, todays_settings
 from nbaccel.plan import Inventory, inspect_machine
 
 
@@ -90,7 +83,7 @@ def check_config(
         MissingBackend: DeepSpeed is not installed.
     """
     schema = deepspeed_schema()
-    settings, notes = old_forms(load_settings(config))
+    settings, notes = todays_settings(config)
     if run is not None and run.num_processes is not None and world_size is None:
         world_size = run.num_processes * run.num_nodes
     if device is None and run is not None and run.device != AUTO:
@@ -101,11 +94,8 @@ def check_config(
     findings = [*key_findings(settings, schema), *_auto_findings(settings, schema, allow_auto)]
     keys = [finding for finding in findings if isinstance(finding, FieldMistake)]
     advice = [*notes, *(finding for finding in findings if not isinstance(finding, FieldMistake))]
-    if isinstance(config, ZeroConfig) and config.to_dict() == settings:
-        checked = config  # its values were checked when it was made
-    else:
-        checked, wrong_values = _typed_config(settings)
-        keys += wrong_values
+    checked, wrong_values = _typed_config(settings)
+    keys += wrong_values
     mistakes: list[str] = [
         *keys,
         *_model_mistakes(checked, schema, known_mistakes=keys),
@@ -126,8 +116,7 @@ def check_config(
     # Last, since DeepSpeed's reader stops at its first mistake.
     if not mistakes:
         mistakes += _refused_by_deepspeed(checked)
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return Checked(checked, (*advice, *doubts(checked, device=device)))
 
 
@@ -147,9 +136,8 @@ def _typed_config(settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMista
         # The other checks go on without the wrong values, so that all mistakes are reported at
         # once. A mistake whose key cannot be found would be met again, without end.
         mistakes = mistakes_in(error)
-        remaining = copy.deepcopy(settings)
-        if not all(has_key(settings, mistake.path) for mistake in mistakes):
-            remaining = {}
+        are_known = all(has_key(settings, mistake.path) for mistake in mistakes)
+        remaining = copy.deepcopy(settings) if are_known else {}
         for mistake in mistakes:
             drop_at(remaining, mistake.path)
         config, later_mistakes = _typed_config(remaining)
@@ -160,7 +148,6 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
     for key in auto_keys(settings):
         if key.partition(".")[0] in schema.removed:
             continue  # reported already, with a remedy
-        defaults = schema.defaults(key)
         if key in AUTO_KEYS:
             text = (
                 f'{key} is still "auto". DeepSpeed would replace it by its default, or fail. '
@@ -168,7 +155,7 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
             )
             if not allow_auto:
                 yield FieldMistake(text, key)
-        elif defaults:
+        elif defaults := schema.defaults(key):
             yield f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
         else:
             text = (
@@ -230,21 +217,8 @@ def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
 
 def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -> Iterator[str]:
     """What cannot go together on any machine, and DeepSpeed's reader takes."""
-    # `zero_stage` is 0 for "auto", for which offloading would be refused that may be right.
-    if config.stage != AUTO:
-        yield from _offload_mistakes(config)
-    size = config.get(f"{ZERO}.zero_hpz_partition_size")
-    if world_size is not None and isinstance(size, int) and config.zero_stage == 3:
-        fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
-        if 1 < size < world_size and size not in fitting:
-            yield (
-                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
-                "DeepSpeed would fail in all of them when it makes its groups. Give "
-                f"{' or '.join(map(str, fitting))}, or leave it out."
-            )
-
-
-def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
+    if config.stage == AUTO:
+        return  # `zero_stage` is 0 then, for which offloading would be refused that may be right
     stage = config.zero_stage
     for name in ("offload_param", "offload_optimizer"):
         section = getattr(config, name)
@@ -268,6 +242,15 @@ def _offload_mistakes(config: ZeroConfig) -> Iterator[str]:
             yield (
                 f"{key} needs {ZERO}.{name}.nvme_path: got none. DeepSpeed would fail with a "
                 "TypeError about a path. Give a folder on the fast disk."
+            )
+    size = config.get(f"{ZERO}.zero_hpz_partition_size")
+    if world_size is not None and isinstance(size, int) and stage == 3:
+        fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
+        if 1 < size < world_size and size not in fitting:
+            yield (
+                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
+                "DeepSpeed would fail in all of them when it makes its groups. Give "
+                f"{' or '.join(map(str, fitting))}, or leave it out."
             )
 
 
@@ -328,9 +311,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
                 )
             continue
         # DeepSpeed compares its optimizers' names in lower case, and others as they are written.
-        is_optimizer = key == "optimizer"
         is_own = name in schema.own_schedulers
-        if is_optimizer:
+        if key == "optimizer":
             is_own = name.lower() in schema.own_optimizers
         if not is_own and name not in known_types:
             yield (
@@ -342,17 +324,16 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
         yield from value_mistakes(key, params)
         if config.zero_stage > 0 and not is_own:
             yield from _untested(config, key, name)
-        if is_optimizer and "max_grad_norm" in params:
+        if key == "optimizer" and "max_grad_norm" in params:
             yield (
                 f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
                 "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
                 "level."
             )
             params = {key: value for key, value in params.items() if key != "max_grad_norm"}
-        is_offloaded = offloads_optimizer(config)
         known = schema.schedulers.get(name)
-        if is_optimizer:
-            known = optimizer_arguments(name, params, is_offloaded=is_offloaded)
+        if key == "optimizer":
+            known = optimizer_arguments(name, params, is_offloaded=offloads_optimizer(config))
         if known is not None:
             yield from _constructor_mistakes(key, name, params, known)
 
@@ -404,7 +385,6 @@ def _are_betas(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_is_number(x, 0, 1) for x in value)
 
 
-_SHAPES = ("log", "linear")
 _RATE = (_is_rate, "a number of at least 0", "Give for example 3e-5")
 _SMALL = (_is_number, "a number of at least 0", "Give for example 1e-8")
 _STEPS = (
@@ -419,7 +399,7 @@ _PARAMETER_RULES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"), _RATE),
     "lr_range_test_min_lr": _RATE,
     **dict.fromkeys(("warmup_num_steps", "total_num_steps"), _STEPS),
-    "warmup_type": (_SHAPES.__contains__, f"one of {', '.join(_SHAPES)}", "Give one of them"),
+    "warmup_type": (("log", "linear").__contains__, "one of log, linear", "Give one of them"),
 }
 """Parameter → what it must be, in code and in words, and what to write."""
 

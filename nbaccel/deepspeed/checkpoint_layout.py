@@ -104,23 +104,21 @@ def read_states(path: Path) -> StateFile:
         with torch.serialization.safe_globals(stand_ins):
             states = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged pickle is a program that may raise anything
-        raise _unreadable(path, error) from error
+        # torch's text has several paragraphs, and recommends to read the file without any check.
+        reason = next(iter(str(error).splitlines()), "")
+        if isinstance(error, pickle.UnpicklingError):
+            reason = reason.partition("you can do so")[0].partition("Please")[0]
+        if not is_readable(path):  # DeepSpeed's "checkpoint_serialization": false
+            reason = (
+                "torch's format of before 2020, which cannot be mapped; torch.save writes it anew"
+            )
+        raise CheckpointDamaged(
+            f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
+            f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was "
+            "killed while it wrote it, the disk was full, or a copy is not complete. Copy it "
+            "again, or convert an earlier checkpoint (tag=...)."
+        ) from error
     return StateFile(path, states)
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointDamaged:
-    # torch's text has several paragraphs, and recommends to read the file without any check.
-    reason = next(iter(str(error).splitlines()), "")
-    if isinstance(error, pickle.UnpicklingError):
-        reason = reason.partition("you can do so")[0].partition("Please")[0]
-    if not is_readable(path):  # DeepSpeed's "checkpoint_serialization": false
-        reason = "torch's format of before 2020, which cannot be mapped; torch.save writes it anew"
-    return CheckpointDamaged(
-        f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
-        f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was killed "
-        "while it wrote it, the disk was full, or a copy is not complete. Copy it again, or "
-        "convert an earlier checkpoint (tag=...)."
-    )
 
 
 class FileTensor(NamedTuple):
@@ -154,14 +152,11 @@ class FileTensor(NamedTuple):
         for chunk in torch.split(flat, _CHUNK_ELEMENTS):
             yield chunk
             if is_mapped:
-                _give_back(chunk)
-
-
-def _give_back(chunk: torch.Tensor) -> None:
-    """Let the system have the pages of a mapped file; the next read brings them again."""
-    first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
-    size = ctypes.c_size_t(chunk.data_ptr() + chunk.nbytes - first)
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), size, ctypes.c_int(_MADV_DONTNEED))
+                # The system gets the pages of the file back; the next read brings them again.
+                first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
+                size = chunk.data_ptr() + chunk.nbytes - first
+                pages = (ctypes.c_void_p(first), ctypes.c_size_t(size))
+                ctypes.CDLL(None).madvise(*pages, ctypes.c_int(_MADV_DONTNEED))
 
 
 def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:
@@ -171,8 +166,7 @@ def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple
         first = max(begin, 0)
         count = min(end, tensor.numel) - first
         if count > 0:
-            part = tensor.tensor.view(-1).narrow(0, first, count)
-            pieces.append(FileTensor(tensor.path, part))
+            pieces.append(FileTensor(tensor.path, tensor.tensor.view(-1).narrow(0, first, count)))
         begin -= tensor.numel
         end -= tensor.numel
     return tuple(pieces)
@@ -214,11 +208,9 @@ class Weight:
 
 @contextlib.contextmanager
 def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
-    """A block that reads weights; it ends with an error where their bits are not those saved.
-
-    Meanwhile they are compared with the checksums that `torch.save` wrote beside them: in threads,
-    since checksums cover whole records, of which the block may read the parts in any order.
-    """
+    """A block that reads weights; it ends with an error where their bits are not those saved."""
+    # Compared in threads, since the checksums that `torch.save` wrote cover whole records, of which
+    # the block may read the parts in any order.
     checksums_of = functools.cache(_checksums_in)
     # By address: a record may have several weights.
     records = {
@@ -277,15 +269,13 @@ _Layout = tuple[_Weights, dict[str, str]]
 """Weights by name, in the model's order; tied parameters → the names there of what they are."""
 
 
-def read_layout(
-    checkpoint_dir: str | Path, tag: str | None = None, *, exclude_frozen_parameters: bool = False
-) -> _Layout:
+def read_layout(checkpoint_dir: str | Path, tag: str | None, exclude_frozen: bool) -> _Layout:
     """Find out where the fp32 weights of a checkpoint are; at stages 1 to 3 none is read."""
-    files = find_files(checkpoint_dir, tag)
+    files = _find_files(checkpoint_dir, tag)
     try:
         model = _file_with(files.model.get(0) or next(iter(files.model.values())), "module")
         of_stage = _of_stages_1_to_3 if files.optimizer else _of_stage_0
-        return of_stage(files, model, exclude_frozen_parameters)
+        return of_stage(files, model, exclude_frozen)
     except ConfigError:
         raise  # it is a `ValueError`, too
     except _ENTRY_ERRORS as error:
@@ -324,22 +314,18 @@ def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: 
     ordered = [optimizers[rank] for rank in range(num_ranks)]
     module = model.states["module"]
     buffers = set(model.states.get("buffer_names") or ())
-    shared_params = model.states.get("shared_params") or {}
+    shared = model.states.get("shared_params") or {}
     if stage == 3:
         trained = _trained_at_stage_3(files, model, ordered)
         frozen = _frozen_at_stage_3(files, model)
     else:
         trained = _trained_at_stages_1_and_2(files, model, ordered)
-        frozen = _whole(model, module.keys() - {*trained, *buffers, *shared_params})
+        frozen = _whole(model, module.keys() - {*trained, *buffers, *shared})
     # Trained weights last: where a name is among several, the optimizer's copy counts.
     weights = {**_whole(model, buffers), **({} if exclude_frozen else frozen), **trained}
-    order = [name for name in module if name in weights]
-    tied = {
-        name: target
-        for name, target in shared_params.items()
-        if name not in weights and target in weights
-    }
-    return {name: weights[name] for name in dict.fromkeys([*order, *weights])}, tied
+    tied = {n: target for n, target in shared.items() if n not in weights and target in weights}
+    in_order = {name: weights[name] for name in module if name in weights}
+    return in_order | weights, tied
 
 
 def _whole(model: StateFile, names: set[str]) -> _Weights:
@@ -362,17 +348,12 @@ def _optimizer_file(path: Path) -> StateFile:
 
 def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -> tuple[int, int]:
     """Stage and number of ranks, which must be the same in every file."""
-    said = {
-        rank: (_stage_value(file.states["zero_stage"]), _partition_count(file.states))
-        for rank, file in optimizers.items()
-    }
+    said = {rank: _said_of_save(file.states) for rank, file in optimizers.items()}
     stage, count = next(iter(said.values()))
     beyond = [rank for rank in (*files.optimizer, *files.model) if rank >= count]
     if len(set(said.values())) > 1 or beyond:
-        texts = "; ".join(
-            f"rank {rank}: stage {stage} of {count}"
-            for rank, (stage, count) in sorted(said.items())[:4]
-        )
+        few = sorted(said.items())[:4]
+        texts = "; ".join(f"rank {rank}: stage {stage} of {count}" for rank, (stage, count) in few)
         raise ConfigError(
             f"{files.folder} mixes files of different saves, with stage and number of ranks as "
             f"{texts}. Parts of two saves do not make one. Delete those of the older one"
@@ -381,18 +362,16 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
     return stage, count
 
 
-def _stage_value(value: Any) -> int:
-    if isinstance(value, Unknown):  # an enumeration of DeepSpeed's, made from value or name
-        value = value.args[-1]
-    return _STAGE_NAMES[value] if isinstance(value, str) else int(value)
-
-
-def _partition_count(states: Mapping[str, Any]) -> int:
+def _said_of_save(states: Mapping[str, Any]) -> tuple[int, int]:
+    """Stage and number of ranks as one file has them."""
+    stage = states["zero_stage"]
+    if isinstance(stage, Unknown):  # an enumeration of DeepSpeed's, made from value or name
+        stage = stage.args[-1]
     counts = states.get("partition_count", 1)
     count = int(max(counts) if isinstance(counts, (list, tuple)) else counts)
     if not 0 < count <= _MOST_RANKS:
         raise ValueError(f"partition_count is {counts}")
-    return count
+    return _STAGE_NAMES[stage] if isinstance(stage, str) else int(stage), count
 
 
 def _trained_at_stages_1_and_2(
@@ -401,10 +380,8 @@ def _trained_at_stages_1_and_2(
     trained: _Weights = {}
     paddings = optimizers[0].states.get("param_alignment_paddings")  # not in all versions
     for number, shapes in enumerate(_shape_groups(model)):
-        parts = [
-            FileTensor.of(file.path, file.states["single_partition_of_fp32_groups"][number])
-            for file in optimizers
-        ]
+        key = "single_partition_of_fp32_groups"
+        parts = [FileTensor.of(file.path, file.states[key][number]) for file in optimizers]
         trained |= _laid_out(
             f"group {number} of {files.folder}",
             [parts],
@@ -438,10 +415,9 @@ def _frozen_at_stage_3(files: CheckpointFiles, model: StateFile) -> _Weights:
     shapes = _checked_shapes(model.states.get("frozen_param_shapes") or {})
     ranks = [_file_with(files.model[rank], "module") for rank in sorted(files.model) if shapes]
     frozen: _Weights = {}
+    key = "frozen_param_fragments"
     for name, shape in shapes.items():
-        fragments = [
-            [FileTensor.of(one.path, one.states["frozen_param_fragments"][name])] for one in ranks
-        ]
+        fragments = [[FileTensor.of(one.path, one.states[key][name])] for one in ranks]
         frozen |= _laid_out(str(files.folder), fragments, {name: shape})
     return frozen
 
@@ -454,15 +430,10 @@ def _laid_out(
     paddings: Sequence[int] = (),
     slack: int = 0,
 ) -> _Weights:
-    """Weights that lie end to end, the same part of each in every strip.
-
-    Refused where the strips have other numbers of elements than the shapes need: all kinds of
-    files that do not belong together are found by that.
-    """
+    """Weights that lie end to end, the same part of each in every strip."""
     weights: _Weights = {}
     begin = 0
-    ends = paddings or [0] * len(shapes)
-    for (name, shape), padding in zip(shapes.items(), ends, strict=True):
+    for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         count = _share(shape, len(strips))
         parts = chain.from_iterable(pieces_between(one, begin, begin + count) for one in strips)
         # The last part is filled up.
@@ -471,6 +442,7 @@ def _laid_out(
         begin += count + padding
     for number, strip in enumerate(strips):
         saved = sum(tensor.numel for tensor in strip)
+        # All kinds of files that do not belong together are found by this.
         if not begin <= saved <= begin + slack:
             part = f" in part {number}" if strips[1:] else ""
             raise ConfigError(
@@ -554,8 +526,7 @@ _TAG_FOLDER = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f]+")
 _LONGEST_NAME = 255  # bytes, on the usual file systems
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
+class CheckpointFiles(NamedTuple):
     """The files of one save, by rank."""
 
     folder: Path
@@ -579,8 +550,7 @@ class CheckpointFiles:
             raise CheckpointDamaged(*mistakes)
 
 
-def find_files(checkpoint_dir: str | Path, tag: str | None = None) -> CheckpointFiles:
-    """Find the files of one save."""
+def _find_files(checkpoint_dir: str | Path, tag: str | None) -> CheckpointFiles:
     folder = _tagged_folder(Path(checkpoint_dir).expanduser(), tag)
     names = sorted(path.name for path in folder.glob(_ANY_STATES))
     _check_kind(folder, names)
@@ -609,8 +579,17 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         )
     if _has_states(root) and tag in (None, root.name):
         return root
-    if tag is None and (root / "latest").is_file():
-        tag = _latest_tag(root / "latest")
+    latest = root / "latest"
+    if tag is None and latest.is_file():
+        with latest.open("rb") as file:
+            content = file.read(_LONGEST_NAME + 1)
+        tag = content.decode("utf-8", errors="replace").strip()
+        if len(content) > _LONGEST_NAME or not _TAG_FOLDER.fullmatch(tag):
+            raise CheckpointDamaged(
+                f"{latest} holds {tag[:60]!r}, and should hold the tag of the last save, which is "
+                "the name of a folder beside it: it is damaged, or not written by DeepSpeed. Say "
+                "which save is meant: tag=..."
+            )
     if tag is not None and (root / tag).is_dir():
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
@@ -627,32 +606,15 @@ def _has_states(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(_ANY_STATES))
 
 
-def _latest_tag(path: Path) -> str:
-    """The tag in a file `latest`: the name of a folder beside it, and not a way to elsewhere."""
-    with path.open("rb") as file:
-        content = file.read(_LONGEST_NAME + 1)
-    tag = content.decode("utf-8", errors="replace").strip()
-    if len(content) > _LONGEST_NAME or not _TAG_FOLDER.fullmatch(tag):
-        raise CheckpointDamaged(
-            f"{path} holds {tag[:60]!r}, and should hold the tag of the last save, which is the "
-            "name of a folder beside it: it is damaged, or not written by DeepSpeed. Say which "
-            "save is meant: tag=..."
-        )
-    return tag
-
-
 def _check_kind(folder: Path, names: Sequence[str]) -> None:
     """Refuse checkpoints that cannot be put together from data-parallel parts."""
     matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
     ranks = sorted({int(match["parallel"]) for match in matches if match})
-    experts = [name for name in names if _EXPERT_FILE.fullmatch(name)]
-    if experts:
+    if experts := [name for name in names if _EXPERT_FILE.fullmatch(name)]:
         raise cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
     if ranks[1:]:
-        name = f"mp_rank_{ranks[-1]:02d}"
-        raise cut_otherwise(
-            folder, f"was saved with tensor parallelism, over {len(ranks)} ranks ({name} is there)"
-        )
+        there = f"over {len(ranks)} ranks (mp_rank_{ranks[-1]:02d} is there)"
+        raise cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
     if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
             f"{folder} is a universal checkpoint, made from another one by ds_to_universal: "

@@ -63,11 +63,8 @@ def write_files(
     bar = progress_bar(
         total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
     )
-    with (
-        bar,
-        weight_files.publishing(folder, total_bytes) as temporary_folder,
-        checked_bits(weights.values()),
-    ):
+    publishing = weight_files.publishing(folder, total_bytes)
+    with bar, publishing as temporary_folder, checked_bits(weights.values()):
         for file_name, shard in shards.items():
             bar.set_description(file_name)
             # Hugging Face's libraries look there for the names of tied tensors.
@@ -76,10 +73,8 @@ def write_files(
             _write_file(temporary_folder / file_name, shard, tied_here, bar)
         if len(shards) > 1:
             files = {weight.name: file for file, shard in shards.items() for weight in shard}
-            index = {
-                "metadata": {"total_size": total_bytes},
-                "weight_map": dict(sorted(files.items())),
-            }
+            metadata = {"total_size": total_bytes}
+            index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
             text = json.dumps(index, indent=2) + "\n"
             (temporary_folder / _INDEX_FILE).write_text(text, encoding="utf-8")
     file_names = [*shards, *[_INDEX_FILE] * (len(shards) > 1)]
@@ -185,9 +180,7 @@ def zero_to_fp32(
             little room. Nothing has been written then.
         CheckpointFailed: A file could not be read or written; `output_dir` is as it was.
     """
-    weights, tied = read_layout(
-        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
-    )
+    weights, tied = read_layout(checkpoint_dir, tag, exclude_frozen_parameters)
     return write_files(weights, tied, output_dir, max_shard_size, progress=progress)
 
 
@@ -213,9 +206,7 @@ def load_fp32_state_dict(
         ConfigError: There is no such checkpoint, or it cannot be converted.
         CheckpointFailed: A file could not be read.
     """
-    weights, tied = read_layout(
-        checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters
-    )
+    weights, tied = read_layout(checkpoint_dir, tag, exclude_frozen_parameters)
     state_dict: dict[str, torch.Tensor] = {}
     with checked_bits(weights.values()):
         for name, weight in weights.items():
@@ -252,24 +243,16 @@ def fp32_state_dict(
         ConfigError: This is no engine of DeepSpeed, or one whose weights are also cut in another
             way.
     """
-    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-    state = _module_of(engine).state_dict(keep_vars=True)
+    state = _weights_of(engine, exclude_frozen_parameters)
     of_stage_0 = dict(_masters_of_stage_0(engine.optimizer))
     # By identity: tied parameters are one tensor of several names.
     whole: dict[int, torch.Tensor] = {}
     for tensor in {id(value): value for value in state.values()}.values():
-        # A module's extra state is no weight.
-        is_weight = isinstance(tensor, torch.Tensor)
-        if is_weight and not (exclude_frozen_parameters and _is_frozen(tensor)):
-            gathered = _whole_master(tensor, of_stage_0)
-            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            if gathered is not None:
-                whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
+        gathered = _whole_master(tensor, of_stage_0)
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        if gathered is not None:
+            whole[id(tensor)] = gathered.to("cpu", dtype, copy=True)
     return {name: whole[id(value)] for name, value in state.items() if id(value) in whole}
-
-
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def save_16bit_weights(
@@ -300,14 +283,7 @@ def save_16bit_weights(
             way, or the disk has too little room.
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
-    # With `keep_vars` they are the parameters themselves, with DeepSpeed's attributes.
-    state = {
-        name: tensor
-        for name, tensor in _module_of(engine).state_dict(keep_vars=True).items()
-        # A module's extra state is no weight.
-        if isinstance(tensor, torch.Tensor)
-        and not (exclude_frozen_parameters and _is_frozen(tensor))
-    }
+    state = _weights_of(engine, exclude_frozen_parameters)
     first_names: dict[int, str] = {}
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}
@@ -361,7 +337,8 @@ class _EngineWeight(Weight):
             yield from torch.split(tensor.detach().to("cpu").reshape(-1), _COPIED_ELEMENTS)
 
 
-def _module_of(engine: Any) -> nn.Module:
+def _weights_of(engine: Any, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """The parameters themselves, with DeepSpeed's attributes, and the buffers that are saved."""
     module = getattr(engine, "module", None)
     if not isinstance(module, nn.Module) or not hasattr(engine, "zero_optimization_stage"):
         raise ConfigError(
@@ -375,7 +352,13 @@ def _module_of(engine: Any) -> nn.Module:
             f"This engine's model has {cut_kind}: its weights are cut in a way that ZeRO cannot "
             "put together. Save a checkpoint, and make a universal one of it with ds_to_universal."
         )
-    return module
+    return {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        # A module's extra state is no weight.
+        if isinstance(tensor, torch.Tensor)
+        and (tensor.requires_grad or not exclude_frozen or not isinstance(tensor, nn.Parameter))
+    }
 
 
 def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -389,9 +372,7 @@ def _whole_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.detach().clone() if dist.get_rank() == 0 else None
 
 
-def _whole_master(
-    tensor: torch.Tensor, of_stage_0: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
+def _whole_master(tensor: torch.Tensor, masters: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """The optimizer's fp32 weights on rank 0; where it has none, what the model computes with."""
     is_trained_at_3 = tensor.requires_grad and library.zero3_optimizer(tensor) is not None
     if is_trained_at_3 or library.has_fp32_fragment(tensor):
@@ -399,9 +380,8 @@ def _whole_master(
 
         # A collective, which gives the whole to every rank.
         return _on_rank_0(safe_get_full_fp32_param(tensor))
-    if id(tensor) in of_stage_0:
-        return _on_rank_0(of_stage_0[id(tensor)])
-    return _whole_parameter(tensor)
+    master = masters.get(id(tensor))
+    return _whole_parameter(tensor) if master is None else _on_rank_0(master)
 
 
 def _on_rank_0(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -414,8 +394,7 @@ def _masters_of_stage_0(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
     flat_groups = getattr(optimizer, "fp32_groups_flat", None)
     for number, parameters in enumerate(getattr(optimizer, "fp16_groups", ())):
         if flat_groups is not None:
-            sizes = [parameter.numel() for parameter in parameters]
-            masters = flat_groups[number].detach().split(sizes)
+            masters = flat_groups[number].detach().split([p.numel() for p in parameters])
         else:
             masters = getattr(optimizer, "fp32_groups", {number: ()})[number]
         for parameter, master in zip(parameters, masters, strict=False):

@@ -21,35 +21,21 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.config.deepspeed_document import BATCH_SIZES
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
-from nbaccel.deepspeed.engines import (
-    Drive,
-    EngineOptimizer,
-    EngineScheduler,
-    drive_of_loss,
-    drive_of_parameters,
-    is_engines,
-    make_engine,
-)
+from nbaccel.deepspeed.engines import Drive, is_engines
 from nbaccel.deepspeed.environment import Lease, forget_modules
 from nbaccel.deepspeed.local_shards import remember, take_back_together
 from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.estimate import measure
-from nbaccel.plan.contracts.training import (
-    Bundle,
-    DummyOptim,
-    DummyScheduler,
-    Place,
-    SaidBySettings,
-    Strategy,
-    TrainingRequest,
-)
+from nbaccel.plan.contracts import training
+from nbaccel.plan.contracts.training import Bundle, DummyOptim, DummyScheduler, TrainingRequest
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.launch_plan import Choice
 
@@ -66,20 +52,18 @@ In a live worker a cell that prepares is run again, perhaps with another model. 
 would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
 collector does not see that nothing else refers to them.
 """
-
-
 _PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
 """Of a model that has no engine, or one that cannot write."""
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(training.Strategy):
     """DeepSpeed's ZeRO."""
 
     name: ClassVar[str] = "deepspeed"
     owns_precision: ClassVar[bool] = True
     shard_kind: ClassVar[str] = "deepspeed"
 
-    def __init__(self, place: Place, plugins: Plugins, asked: TrainingRequest) -> None:
+    def __init__(self, place: training.Place, plugins: Plugins, asked: TrainingRequest) -> None:
         super().__init__(place)
         self._plugins = plugins
         self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
@@ -100,25 +84,24 @@ class DeepSpeedStrategy(Strategy):
         # destroys the engines.
         finalizer.atexit = False
         self._announced: Any = None
-        active_plugin = plugins.active
-        if active_plugin.is_zero3_init_enabled():
+        plugin = plugins.active
+        if plugin.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
             # Kept: transformers has a weak reference to it.
-            self._announced = local_shards.announced_config(
-                active_plugin.deepspeed_config, place.world_size
-            )
+            settings = plugin.deepspeed_config
+            self._announced = local_shards.announced_config(settings, place.world_size)
 
     @classmethod
     def build(
-        cls, place: Place, settings: Any, *, precision: Precision, asked: TrainingRequest
+        cls, place: training.Place, settings: Any, *, precision: Precision, asked: TrainingRequest
     ) -> Self:
         return cls(place, settings, asked)
 
     @classmethod
-    def said_by(cls, settings: Plugins) -> SaidBySettings:
+    def said_by(cls, settings: Plugins) -> training.SaidBySettings:
         """See :meth:`Strategy.said_by`; what the plugin in force says."""
         plugin = settings.active
-        return SaidBySettings(
+        return training.SaidBySettings(
             mixed_precision=plugin.mixed_precision,
             accumulation_steps=plugin.accumulation_steps,
             writes_shards=True,
@@ -130,23 +113,24 @@ class DeepSpeedStrategy(Strategy):
     # ---------------------------------------------------------------- preparing
 
     def wrap(self, bundle: Bundle) -> Bundle:
-        """See :meth:`Strategy.wrap`; a collective.
-
-        A model without an optimizer gets an engine only at stage 3, which shards what it holds.
-        """
+        """See :meth:`Strategy.wrap`; a collective."""
+        # A model without an optimizer gets an engine only at stage 3, which shards what it holds.
         if not (bundle.models or bundle.optimizers):
             return bundle
         plugin = self._plugins.active
-        settings = self._as_given(plugin)
+        config, settings = self._open.get(id(plugin), (None, {}))
+        # A plugin whose configuration the user has replaced since an earlier `prepare` is taken as
+        # it is; else with the "auto" values that that one replaced.
+        if plugin.deepspeed_config is not config:
+            settings = plugin.deepspeed_config
         # Before the lease: what is refused has made no process group.
-        check_parts(settings, bundle.models, bundle.optimizers, bundle.schedulers)
+        check_parts(settings, bundle)
         optimizer_of = _optimizers_by_model(bundle)
         self._lease.take()
         drives: list[Drive | None] = []
         try:
             for number, model in enumerate(bundle.models):
-                optimizer = optimizer_of.get(number)
-                drives.append(self._engine_for(model, optimizer, bundle, plugin, settings))
+                drives.append(self._engine_for(model, optimizer_of.get(number), bundle, settings))
         except BaseException:  # an interrupt, too, leaves no environment without engines
             if not self._drives and self._announced is None:
                 self._lease.give_up()
@@ -157,7 +141,7 @@ class DeepSpeedStrategy(Strategy):
             bundle,
             models=tuple(drive.engine if drive else model for model, drive in models),
             optimizers=tuple(
-                EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
+                engines.EngineOptimizer(drive) if (drive := drive_of[id(optimizer)]) else optimizer
                 for optimizer in bundle.optimizers
             ),
             schedulers=tuple(
@@ -165,20 +149,10 @@ class DeepSpeedStrategy(Strategy):
             ),
         )
 
-    def _as_given(self, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-        """The plugin's configuration, with the "auto" values that an earlier `prepare` replaced."""
-        config, settings = self._open.get(id(plugin), (None, {}))
-        # A plugin whose configuration the user has replaced since then is taken as it is.
-        return settings if plugin.deepspeed_config is config else plugin.deepspeed_config
-
     def _engine_for(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        bundle: Bundle,
-        plugin: DeepSpeedPlugin,
-        given_settings: dict[str, Any],
+        self, model: nn.Module, optimizer: Any, bundle: Bundle, given_settings: dict[str, Any]
     ) -> Drive | None:
+        plugin = self._plugins.active
         of_optimizer = (
             one
             for one in bundle.schedulers
@@ -193,17 +167,17 @@ class DeepSpeedStrategy(Strategy):
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
         parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved_config = resolve_config(settings, plugin, self._asked, self.place, *parts)
-        if not is_training and resolved_config.config.zero_stage < 3:
+        resolved = resolve_config(settings, plugin, self._asked, self.place, *parts)
+        if not is_training and resolved.config.zero_stage < 3:
             model.to(self.place.device)
             return None
         # The configuration of a model that only infers must not replace that of a trained one.
         if is_training or id(plugin) not in self._open:
-            plugin.take_configuration(resolved_config.config.to_dict())
+            plugin.take_configuration(resolved.config.to_dict())
             self._open[id(plugin)] = (plugin.deepspeed_config, given_settings)
-        self.choices += resolved_config.choices
-        self._warn_before(model, resolved_config, is_training=is_training)
-        library.begin_comm(resolved_config.config)  # first: destroying engines below needs it
+        self.choices += resolved.choices
+        self._warn_before(model, resolved, is_training=is_training)
+        library.begin_comm(resolved.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
             # Removed before it ends: one that cannot be destroyed must not be tried again by each
@@ -213,9 +187,9 @@ class DeepSpeedStrategy(Strategy):
             forget_modules()
         # Before the engine is made, which casts the module in place.
         states_before = remember(model)
-        own_config, folders = local_shards.claim(resolved_config.config, self.place.rank)
+        own_config, folders = local_shards.claim(resolved.config, self.place.rank)
         try:
-            engine = make_engine(
+            engine = engines.make_engine(
                 model,
                 optimizer,
                 scheduler,
@@ -286,7 +260,7 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """See :meth:`Strategy.backward`; the engine's."""
-        drive = drive_of_loss(loss, list(self._drives.values()))
+        drive = engines.drive_of_loss(loss, list(self._drives.values()))
         drive.backward(loss, sync=sync, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -313,7 +287,7 @@ class DeepSpeedStrategy(Strategy):
                 f"clip_grad_norm_(norm_type={norm_type}) is not supported with DeepSpeed, which "
                 "adds up squares over its shards. Leave norm_type out."
             )
-        drive = drive_of_parameters(parameters, list(self._drives.values()))
+        drive = engines.drive_of_parameters(parameters, list(self._drives.values()))
         return drive.clipped_step(max_norm)
 
     # ---------------------------------------------------------------- keeping
@@ -362,15 +336,15 @@ class DeepSpeedStrategy(Strategy):
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
         if drive is not None:
             drive.step()
-            _save(drive.engine, Path(folder), left_out=left_out, writes_shared=writes_shared)
+            _save(drive.engine, Path(folder), left_out, writes_shared=writes_shared)
             return
+        writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
         if id(model) in self._drives:
-            keeps = self.place.is_main or writes_shared
-            state = local_shards.gather_weights(self.unwrap(model), keep=keeps)
+            state = local_shards.gather_weights(self.unwrap(model), keep=writes)
         else:
             state = model.state_dict()
-        if self.place.is_main or writes_shared:
+        if writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
             kept = {name: value for name, value in state.items() if name not in left_out}
             torch.save(kept, Path(folder) / _PLAIN_WEIGHTS_FILE)
@@ -412,7 +386,7 @@ class DeepSpeedStrategy(Strategy):
         """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._writing_drive(model)
         if drive is not None:
-            _load(drive.engine, Path(folder), left_out=left_out)
+            _load(drive.engine, Path(folder), left_out)
         else:
             path = Path(folder) / _PLAIN_WEIGHTS_FILE
             weights = torch.load(path, map_location=self.place.device, weights_only=True)
@@ -467,7 +441,7 @@ def _schedule_of(
         return scheduler
     # Where its optimizer is only in the file, one engine has it.
     drive = drive_of.get(id(scheduler.optimizer)) or next(filter(None, drives))
-    return EngineScheduler(drive)
+    return engines.EngineScheduler(drive)
 
 
 # ------------------------------------------------------------------------------ its settings
@@ -477,7 +451,7 @@ def resolve_config(
     given_config: dict[str, Any],
     plugin: DeepSpeedPlugin,
     asked_settings: TrainingRequest,
-    place: Place,
+    place: training.Place,
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -514,7 +488,7 @@ def resolve_config(
         settings[micro_key] = 1
         reason = "no loader was prepared before; DeepSpeed only counts samples by it"
         choices = (Choice(micro_key, 1, reason),)
-    resolved_config = resolve_auto(
+    resolved = resolve_auto(
         settings,
         facts=facts,
         model=model,
@@ -522,26 +496,18 @@ def resolve_config(
         scheduler=scheduler if is_dummy else None,
     )
     # The check needs the device alone: all else that a run decides has been filled in by now.
-    checked = check_config(
-        resolved_config.config, world_size=place.world_size, device=place.device.type
-    )
-    return Resolved(checked.config, (*choices, *resolved_config.choices), checked.warnings)
+    checked = check_config(resolved.config, world_size=place.world_size, device=place.device.type)
+    return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
 
 
-def check_parts(
-    settings: dict[str, Any],
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-) -> None:
+def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
-    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in optimizers]
-    in_file = _type_of(settings.get("optimizer"))
-    if optimizers and not models:
+    are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers]
+    if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(optimizers)} optimizer(s) and no model: DeepSpeed puts both in "
-            "one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
+            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
     if any(isinstance(optimizer, EngineOptimizer) for optimizer in optimizers):
         mistakes.append(
@@ -550,16 +516,16 @@ def check_parts(
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
-            f"The DeepSpeed configuration has an optimizer ({in_file}), and prepare got one of "
-            "torch. Only one can train. Leave it out of the configuration, or prepare "
-            "nbaccel.utils.DummyOptim(model.parameters())."
+            f"The DeepSpeed configuration has an optimizer ({_type_of(settings['optimizer'])}), "
+            "and prepare got one of torch. Only one can train. Leave it out of the configuration, "
+            "or prepare nbaccel.utils.DummyOptim(model.parameters())."
         )
     if any(are_dummies) and not settings.get("optimizer"):
         mistakes.append(
             f"prepare got {sum(are_dummies)} DummyOptim, and the DeepSpeed configuration has no "
             "optimizer that it could stand for. Add one there, or prepare one of torch."
         )
-    for scheduler in schedulers:
+    for scheduler in bundle.schedulers:
         is_dummy = isinstance(scheduler, DummyScheduler)
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if settings.get("scheduler") and (not is_dummy or makes_schedule):
@@ -581,8 +547,7 @@ def check_parts(
                 "it would set the learning rate of nothing. Give "
                 "DummyScheduler(lr_scheduler_callable=...)."
             )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
 
 
 def _type_of(section: Any) -> Any:
@@ -595,48 +560,36 @@ def _type_of(section: Any) -> Any:
 # its files hold.
 
 
-def _save(
-    engine: Any,
-    checkpoint_folder: Path,
-    *,
-    left_out: Collection[str] = (),
-    writes_shared: bool = False,
-) -> None:
+def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
     """Write weights and the optimizer's state; a collective."""
     # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
     writes_before = engine.save_non_zero_checkpoint
     engine.save_non_zero_checkpoint = writes_before or writes_shared
     try:
         engine.save_checkpoint(
-            str(checkpoint_folder.parent),
-            tag=checkpoint_folder.name,
-            exclude_frozen_parameters=bool(left_out),
+            str(folder.parent), tag=folder.name, exclude_frozen_parameters=bool(left_out)
         )
     finally:
         engine.save_non_zero_checkpoint = writes_before
     if writes_shared:
-        (checkpoint_folder.parent / "latest").write_text(checkpoint_folder.name, encoding="utf-8")
+        (folder.parent / "latest").write_text(folder.name, encoding="utf-8")
 
 
-def _load(engine: Any, checkpoint_folder: Path, *, left_out: Collection[str] = ()) -> None:
+def _load(engine: Any, folder: Path, left_out: Collection[str]) -> None:
     """Read what :func:`_save` wrote; a collective."""
     try:
         with _plain_reading():
             loaded_path, _ = engine.load_checkpoint(
-                str(checkpoint_folder.parent),
-                tag=checkpoint_folder.name,
-                load_module_strict=not left_out,
+                str(folder.parent), tag=folder.name, load_module_strict=not left_out
             )
     except pickle.UnpicklingError as error:
         raise CheckpointDamaged(
-            f"{checkpoint_folder} was loaded in part: {str(error).partition(chr(10))[0]} "
-            f"{_PLAIN_REMEDY}"
+            f"{folder} was loaded in part: {str(error).partition(chr(10))[0]} {_PLAIN_REMEDY}"
         ) from None
     if loaded_path is None:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint_folder)!r} has files that DeepSpeed cannot read: it "
-            "loaded nothing. It holds "
-            f"{', '.join(sorted(tag_path.name for tag_path in checkpoint_folder.iterdir()))}. Load "
+            f"The checkpoint {str(folder)!r} has files that DeepSpeed cannot read: it loaded "
+            f"nothing. It holds {', '.join(sorted(path.name for path in folder.iterdir()))}. Load "
             "another one."
         )
 
@@ -671,7 +624,7 @@ def _plain_reading() -> Iterator[None]:
         yield
 
 
-def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int] = ()) -> None:
+def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -> None:
     """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here

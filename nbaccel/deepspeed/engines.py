@@ -22,7 +22,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +63,7 @@ def make_engine(
     if isinstance(scheduler, DummyScheduler):
         if scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
-    elif scheduler is not None and is_engines(scheduler):
+    elif scheduler is not None:
         arguments["lr_scheduler"] = scheduler
     if moe_layers and zero_config.zero_stage == 3:
         fetch_together(model, moe_layers)
@@ -109,14 +109,8 @@ def _for_offload(optimizer: Any, zero_config: ZeroConfig) -> Any:
 
 def _convert_inputs(engine: Any) -> None:
     """Let it take and give what models here take and give, whatever it computes in."""
-    dtype = next(
-        (
-            parameter.dtype
-            for parameter in engine.module.parameters()
-            if parameter.dtype in (torch.bfloat16, torch.float16)
-        ),
-        None,
-    )
+    dtypes = (parameter.dtype for parameter in engine.module.parameters())
+    dtype = next((one for one in dtypes if one in (torch.bfloat16, torch.float16)), None)
     if dtype is None or not (engine.bfloat16_enabled() or engine.fp16_enabled()):
         return
 
@@ -151,11 +145,11 @@ def _keep_in_step(module: nn.Module) -> None:
 
 
 def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
-    """Cut a model into shards, one parameter after the other; a collective.
+    """Cut a model into shards, one parameter after the other; a collective."""
+    # An engine would first cast the whole model in every process, and only then cut it. Nothing
+    # happens to a model whose weights are not mapped from files, or that is cut already.
+    from deepspeed import zero
 
-    An engine would first cast the whole model in every process, and only then cut it. Nothing
-    happens to a model whose weights are not mapped from files, or that is cut already.
-    """
     parameters = [p for p in model.parameters() if not local_shards.is_partitioned(p)]
     # The same parameters on all processes, or none: cutting one is a collective.
     is_mapped = [all(map(_lies_in_file, parameters)) and bool(parameters)]
@@ -177,7 +171,14 @@ def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
         parameter.data = values.to(dtype, copy=True)
         # What was written is kept, because another parameter may view the same memory.
         mapped_files.drop_pages(values.data_ptr(), values.nbytes, keep_written=True)
-        _cut(parameter, parameters[0], settings, compute_dtype)
+        first: Any = parameters[0]
+        if parameter is first:
+            # A module of its own, because the rest of the model is to be cut later.
+            holder = nn.Module()
+            holder.register_parameter("weight", parameter)
+            zero.Init(module=holder, config_dict_or_path=settings, dtype=compute_dtype)
+        else:
+            first.convert_to_zero_parameters(param_list=[parameter])
 
 
 def _lies_in_file(parameter: torch.Tensor) -> bool:
@@ -186,20 +187,6 @@ def _lies_in_file(parameter: torch.Tensor) -> bool:
         not parameter.nbytes
         or mapped_files.find_mapping(parameter.data_ptr(), parameter.nbytes) is not None
     )
-
-
-def _cut(
-    parameter: Any, first_parameter: Any, settings: Mapping[str, Any], dtype: torch.dtype
-) -> None:
-    if parameter is not first_parameter:
-        first_parameter.convert_to_zero_parameters(param_list=[parameter])
-        return
-    from deepspeed import zero
-
-    # A module of its own, because the rest of the model is to be cut later.
-    holder = nn.Module()
-    holder.register_parameter("weight", parameter)
-    zero.Init(module=holder, config_dict_or_path=settings, dtype=dtype)
 
 
 def fetch_together(model: nn.Module, class_names: str) -> None:
@@ -232,10 +219,7 @@ small ones: activations of small models are below, gradients of large ones above
 
 
 def return_all() -> None:
-    """Return what was freed until now, such as the model's first tensors, which an engine replaces.
-
-    These are 4 bytes for each parameter, in every process.
-    """
+    """Return what was freed until now: 4 bytes for each parameter that an engine has replaced."""
     # The parameter is a `size_t`; ctypes passes a Python integer as an `int`.
     _call_glibc("malloc_trim", ctypes.c_size_t(0))
 
@@ -284,9 +268,7 @@ def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
 
 def _in_graph(loss: torch.Tensor, drives: Sequence[Drive]) -> list[Drive]:
     """Those with parameters in the loss's graph."""
-    drive_of = {
-        id(parameter): drive for drive in drives for parameter in drive.engine.module.parameters()
-    }
+    drive_of = {id(p): drive for drive in drives for p in drive.engine.module.parameters()}
     found: list[Drive] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
@@ -515,7 +497,15 @@ class Drive:
     def clipped_step(self, max_norm: float) -> torch.Tensor:
         """Take the step that is due with gradients scaled down to a norm."""
         if self._due:
-            self._warn_of_two_norms(max_norm)
+            # Dropped, so that the warning comes once and not in every step.
+            configured_norm, self._clipping = self._clipping, None
+            if configured_norm is not None and not math.isclose(configured_norm, max_norm):
+                warnings.warn(
+                    f"clip_grad_norm_(max_norm={max_norm}) overrides "
+                    f"gradient_clipping={configured_norm} of the DeepSpeed configuration. "
+                    'Write "auto" there, or leave the call out.',
+                    stacklevel=frames.caller_level(),
+                )
             # Its own optimizers clip, and say by which norm; torch's do neither.
             if hasattr(self.engine.optimizer, "clip_grad"):
                 with self._clipping_at(max_norm):
@@ -528,8 +518,8 @@ class Drive:
                 with self._clipping_at(0.0):
                     self.step()
                 self._norm = gradient_norm
-        device = self.engine.device
-        return torch.as_tensor(0.0 if self._norm is None else self._norm, device=device).float()
+        norm = 0.0 if self._norm is None else self._norm
+        return torch.as_tensor(norm, device=self.engine.device).float()
 
     def end(self, *, is_alone: bool) -> None:
         """Destroy the engine; a process that is alone has all of the module, and restores it."""
@@ -558,18 +548,6 @@ class Drive:
         finally:
             for (holder, name), norm_before in zip(holders.items(), norms_before, strict=True):
                 setattr(holder, name, norm_before)
-
-    def _warn_of_two_norms(self, max_norm: float) -> None:
-        # The value is dropped, so that the warning comes once and not in every step.
-        configured_norm = self._clipping
-        self._clipping = None
-        if configured_norm is not None and not math.isclose(configured_norm, max_norm):
-            warnings.warn(
-                f"clip_grad_norm_(max_norm={max_norm}) overrides "
-                f"gradient_clipping={configured_norm} of the DeepSpeed configuration. "
-                'Write "auto" there, or leave the call out.',
-                stacklevel=frames.caller_level(),
-            )
 
 
 # ------------------------------------------------------------------------------ troubles

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbaccel.base import env, processes, training_libraries
 from nbaccel.base.errors import ConfigError, UnsafeMoment
@@ -210,16 +210,11 @@ def deepspeed_environment(
 
 
 def ignore_old_names() -> None:
-    """Suppress warnings of torch that come in each step and that a user cannot act on.
-
-    DeepSpeed 0.19 calls collectives by names that torch 2.13 has replaced.
-    """
+    """Suppress torch's warnings in each step: DeepSpeed 0.19 calls what torch 2.13 has renamed."""
     warnings.filterwarnings("ignore", _OLD_NAMES, FutureWarning, r"torch\.distributed")
 
 
-def _environment_variables(
-    wanted_kind: str | None, gpu_index: int, port: int
-) -> dict[str, str | None]:
+def _environment_variables(kind: str | None, gpu_index: int, port: int) -> dict[str, str | None]:
     variables: dict[str, str | None] = {
         "RANK": "0",
         # DeepSpeed and transformers take the device's number from here.
@@ -227,15 +222,15 @@ def _environment_variables(
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
+        # Groups open further ports, on the interface of the machine's name unless these name
+        # another.
+        "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
+        "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
         "PATH": library.path_with_ninja(),
+        **dict.fromkeys(_UNSET_VARIABLES),
     }
-    # Groups open further ports, on the interface of the machine's name unless these name another.
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        variables[name] = env.read(name) or "lo"
-    if wanted_kind is not None:
-        # DeepSpeed reads it once, when it is imported.
-        variables["DS_ACCELERATOR"] = wanted_kind
-    return variables | dict.fromkeys(_UNSET_VARIABLES)
+    # DeepSpeed reads it once, when it is imported.
+    return variables if kind is None else {**variables, "DS_ACCELERATOR": kind}
 
 
 def _close_current() -> None:
@@ -252,11 +247,8 @@ def _close_current() -> None:
 
 def _check_launcher(environ: Mapping[str, str]) -> None:
     """A process that is one of several must not be cut off from the others."""
-    found = [
-        name
-        for name, value in _ALONE.items()
-        if environ.get(name, "").strip() not in ("", "-1", value)
-    ]
+    given = {name: environ.get(name, "").strip() for name in _ALONE}
+    found = [name for name, value in given.items() if value not in ("", "-1", _ALONE[name])]
     if found:
         raise UnsafeMoment(
             "A launcher's environment is here already: "
@@ -268,8 +260,7 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
 
 def _check_group() -> None:
     """DeepSpeed would silently join a group that was made elsewhere."""
-    owner = library.group_owner()
-    if owner is not None:
+    if (owner := library.group_owner()) is not None:
         module = sys.modules["torch.distributed"]
         name = "torch.distributed" if owner is module else "deepspeed.comm"
         raise UnsafeMoment(
@@ -363,37 +354,29 @@ _log = get_logger(__name__)
 _VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
-class Before(NamedTuple):
-    """What was there before, and is restored."""
-
-    variables: dict[str, str]
-    is_accelerate_set_up: bool
-    hf_config: Any
-    """What transformers holds as the process's DeepSpeed configuration."""
+_Before: TypeAlias = tuple[dict[str, str], bool, Any]
+"""Variables, whether Accelerate is set up, and transformers' DeepSpeed configuration."""
 
 
-def observe() -> Before:
+def observe() -> _Before:
     """Look at what DeepSpeed and those who use it will change."""
     is_set_up = training_libraries.accelerate_is_set_up()
-    return Before(_library_variables(), is_set_up, library.hf_config_reference())
+    return _library_variables(), is_set_up, library.hf_config_reference()
 
 
-def tear_down(state_before: Before) -> None:
-    """End DeepSpeed's part of this process; the next use starts from nothing.
-
-    Engines that are still alive are destroyed: without their process group they cannot train. The
-    parameters of ZeRO-3 stay the placeholders that they are.
-    """
+def tear_down(state_before: _Before) -> None:
+    """End DeepSpeed's part of this process; the next use starts from nothing."""
+    variables, was_set_up, hf_config = state_before
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
         steps.callback(
             # None unsets a variable that was not there before.
-            lambda: env.update({**dict.fromkeys(_library_variables()), **state_before.variables})
+            lambda: env.update({**dict.fromkeys(_library_variables()), **variables})
         )
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
-        steps.callback(library.keep_hf_config_reference, state_before.hf_config)
-        if not state_before.is_accelerate_set_up:
+        steps.callback(library.keep_hf_config_reference, hf_config)
+        if not was_set_up:
             steps.callback(training_libraries.forget_accelerate)
         # After the engines, some of which ask their group for a rank when they are destroyed.
         steps.callback(_end_groups)
@@ -402,7 +385,7 @@ def tear_down(state_before: Before) -> None:
 
 
 def _destroy_engines() -> None:
-    """Remove hooks and buffers of every engine, also of those that a variable still names."""
+    """Also those that a variable still names: without their process group they cannot train."""
     for engine in live_engines():
         try:
             destroy(engine)
@@ -411,12 +394,10 @@ def _destroy_engines() -> None:
 
 
 def destroy(engine: Any) -> None:
-    """Destroy an engine for good.
-
-    Before 0.19 DeepSpeed does it once more when the engine is collected, which may be after the end
-    of the process group that it then asks for its rank.
-    """
+    """Destroy an engine for good."""
     engine.destroy()
+    # Before 0.19 it is called once more when the engine is collected, maybe after the end of the
+    # process group that it then asks for its rank.
     engine.destroy = lambda: None
 
 
@@ -425,37 +406,31 @@ def live_engines() -> list[Any]:
     module = sys.modules.get("deepspeed.runtime.engine")
     if module is None:
         return []
-    # DeepSpeed has no list of its engines; the garbage collector tracks all of them.
-    engine_class = module.DeepSpeedEngine
-    # By type: `isinstance` reads `__class__` of each object, and some objects of torch warn then.
-    return [found for found in gc.get_objects() if issubclass(type(found), engine_class)]
+    # DeepSpeed has no list of its engines; the garbage collector tracks all of them. By type, since
+    # `isinstance` reads `__class__` of each object, and some objects of torch warn then.
+    return [one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)]
 
 
 def forget_modules() -> None:
     """Empty what keeps the modules of a ZeRO-3 run alive after its engine is gone."""
-    offload_module = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    if offload_module is not None:
+    if offload := sys.modules.get("deepspeed.runtime.zero.parameter_offload"):
         # The start of each forward pass appends to it; only the end of a whole one takes away.
-        offload_module.FWD_MODULE_STACK.clear()
-    coordinator_module = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
-    if coordinator_module is not None:
+        offload.FWD_MODULE_STACK.clear()
+    if coordinator := sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator"):
         # A cache on a method: its keys are the coordinator and the submodules.
-        for attribute in vars(coordinator_module.PartitionedParameterCoordinator).values():
+        for attribute in vars(coordinator.PartitionedParameterCoordinator).values():
             for function in _cached_inside(attribute):
                 function.cache_clear()
 
 
 def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`.
-
-    They are not among the garbage collector's objects in a process that has frozen those.
-    """
+    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
+    # They are not among the garbage collector's objects in a process that has frozen those.
     if hasattr(function, "cache_clear"):
         yield function
-    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
-    if hasattr(function, "cache_clear") or not depth:
         return
-    for cell in getattr(function, "__closure__", None) or ():
+    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
+    for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
         with contextlib.suppress(ValueError):  # an empty cell
             if callable(cell.cell_contents):
                 yield from _cached_inside(cell.cell_contents, depth - 1)
@@ -463,8 +438,7 @@ def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
 
 def _end_groups() -> None:
     """Destroy all process groups, through DeepSpeed where it has taken them up."""
-    owner = library.group_owner()
-    if owner is not None:
+    if (owner := library.group_owner()) is not None:
         # Held until last: their threads are joined without the GIL, see `_group_backends`.
         group_backends = _group_backends()
         owner.destroy_process_group()
@@ -474,33 +448,26 @@ def _end_groups() -> None:
 
 def forget_groups() -> None:
     """Make DeepSpeed forget the groups that it made from those of torch, which are gone."""
-    comm_module: Any = sys.modules.get("deepspeed.comm.comm")
-    if comm_module is not None:
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
+    if comm is not None:
         # It wraps the group that is gone, and `init_distributed` would take it for the next one.
-        comm_module.cdb = None
-    groups_module: Any = sys.modules.get("deepspeed.utils.groups")
-    if groups_module is not None:
-        library.forget_group_references(groups_module)
+        comm.cdb = None
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        library.forget_group_references(groups)
 
 
 def _group_backends() -> list[Any]:
-    """The C++ side of all groups, as Python holds it.
-
-    ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
-    from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
-    here release the GIL before they destruct, so they must be the last to go.
-    """
+    """The C++ side of all groups, as Python holds it."""
+    # ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
+    # from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
+    # here release the GIL before they destruct, so they must be the last to go.
     # Where there is a group, torch is loaded; everywhere else this module does without it.
     from nbaccel.base import torch_private
 
-    return [
-        backend
-        for group in torch_private.process_groups()
-        for backend in torch_private.device_backends(group)
-    ]
+    groups = torch_private.process_groups()
+    return [backend for group in groups for backend in torch_private.device_backends(group)]
 
 
 def _library_variables() -> dict[str, str]:
-    return {
-        name: value for name, value in env.snapshot().items() if name.startswith(_VARIABLE_PREFIXES)
-    }
+    variables = env.snapshot().items()
+    return {name: value for name, value in variables if name.startswith(_VARIABLE_PREFIXES)}

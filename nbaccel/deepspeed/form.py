@@ -19,38 +19,17 @@ from nbaccel.base.units import first_few
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import fp8_backend, precision_row, strategy_fits, strategy_row
 from nbaccel.config.deepspeed_document import engine_config
-from nbaccel.config.field_rules import rule_of
+from nbaccel.config.field_rules import refuse_mistakes, rule_of
 from nbaccel.config.given_values import drop_at, put_at, value_at
+from nbaccel.deepspeed import zero_config, zero_memory
 from nbaccel.deepspeed.auto_values import AUTO_KEYS, TrainingFacts, resolve_decided
 from nbaccel.deepspeed.checking import check_config, combination_mistakes
 from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
-from nbaccel.deepspeed.zero_config import (
-    ZERO,
-    ZeroConfig,
-    auto_keys,
-    config_fields,
-    old_forms,
-    section_of,
-)
-from nbaccel.deepspeed.zero_memory import (
-    DEFAULTS,
-    OPTIMIZER_PLACE,
-    PARAM_PLACE,
-    estimate_memory,
-    largest_parameter,
-    nvme_folders,
-    place_at_stage,
-)
+from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
+from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE
+from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryEstimate, Shape
-from nbaccel.memory.settings_form import (
-    ChoiceOption,
-    Edit,
-    FilledConfig,
-    Setting,
-    SettingsForm,
-    StatePlacement,
-    TrainingWay,
-)
+from nbaccel.memory.settings_form import ChoiceOption, Edit, FilledConfig, Setting, StatePlacement
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
@@ -91,7 +70,11 @@ _SECTIONS = {
 _UNITS = ("elements", "samples", "steps", "buffers", "ranks", "norm", "power of two")
 """A number's unit is the first of them that its description names."""
 # Beside those on which memory depends; DeepSpeed's, and a test compares them with the library.
-_DEFAULTS = {**DEFAULTS, f"{ZERO}.allgather_bucket_size": 500_000_000, "gradient_clipping": 1.0}
+_DEFAULTS = {
+    **zero_memory.DEFAULTS,
+    f"{ZERO}.allgather_bucket_size": 500_000_000,
+    "gradient_clipping": 1.0,
+}
 _STAGES = (
     ChoiceOption(None, "off", "Every process holds the whole model: plain data-parallel training."),
     ChoiceOption(0, "0", "DeepSpeed's engine, nothing in shards."),
@@ -204,23 +187,15 @@ def engine_refusal(config: RunConfig) -> str:
 
 def name_of(placement: StatePlacement) -> str:
     """The name of a way to train: ``ZeRO-2, optimizer on the CPU``."""
-    stage_name = f"ZeRO-{placement.divided}"
-    if not placement.leaves_device:
-        return stage_name
-    if placement.optimizer == placement.parameters:
-        return f"{stage_name}, all on {_PLACE_WORDS[placement.optimizer]}"
-    places = (("optimizer", placement.optimizer), ("parameters", placement.parameters))
-    left = [f"{part} on {_PLACE_WORDS[place]}" for part, place in places if place != "none"]
-    return f"{stage_name}, {', '.join(left)}"
+    places = {"optimizer": placement.optimizer, "parameters": placement.parameters}
+    if placement.leaves_device and placement.optimizer == placement.parameters:
+        places = {"all": placement.optimizer}
+    left = [f"{part} on {_PLACE_WORDS[place]}" for part, place in places.items() if place != "none"]
+    return ", ".join([f"ZeRO-{placement.divided}", *left])
 
 
 def _variants(
-    config: RunConfig,
-    placement: StatePlacement,
-    shape: Shape,
-    folder: str | None,
-    *,
-    can_checkpoint: bool,
+    config: RunConfig, placement: StatePlacement, shape: Shape, folder: str, *, can_checkpoint: bool
 ) -> Iterator[RunConfig]:
     """As it is, then with activations computed again, then with less gathered at once."""
     first_config = _placed(config, placement, shape, folder, at_once=None)
@@ -231,25 +206,19 @@ def _variants(
     # Working on fewer elements at once costs little, and DeepSpeed's 1e9 much memory.
     for at_once in _LOWERED if placement.divided == 3 else ():
         if at_once < shape.total:
-            lowered_config = _placed(config, placement, shape, folder, at_once=at_once)
-            yield lowered_config.changed(**recomputes)
+            yield _placed(config, placement, shape, folder, at_once=at_once).changed(**recomputes)
 
 
 def _placed(
-    config: RunConfig,
-    placement: StatePlacement,
-    shape: Shape,
-    folder: str | None,
-    *,
-    at_once: int | None,
+    config: RunConfig, placement: StatePlacement, shape: Shape, folder: str, *, at_once: int | None
 ) -> RunConfig:
     """The run with that placement; what the user has written for it is kept."""
     settings: dict[str, Any] = copy.deepcopy(dict(config.deepspeed or {}))
-    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder or "")
-    put_place(settings, PARAM_PLACE, placement.parameters, folder or "")
+    put_place(settings, OPTIMIZER_PLACE, placement.optimizer, folder)
+    put_place(settings, PARAM_PLACE, placement.parameters, folder)
     zero_section = settings.setdefault(ZERO, {})
     zero_section.pop("stage", None)
-    largest = largest_parameter(shape)
+    largest = zero_memory.largest_parameter(shape)
     if placement.parameters == "nvme":  # each buffer must hold the largest parameter
         aligned = -(-largest // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
         zero_section["offload_param"].setdefault("buffer_size", aligned)
@@ -280,7 +249,7 @@ _FILLED_LATER = dict.fromkeys(
 )
 
 
-class DeepSpeedForm(SettingsForm):
+class DeepSpeedForm(settings_form.SettingsForm):
     """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
 
     title = "ZeRO and DeepSpeed"
@@ -288,12 +257,9 @@ class DeepSpeedForm(SettingsForm):
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
     common = tuple(_LABELS)
     everyday = (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
+        *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "activation_checkpointing",
-        f"{ZERO}.offload_optimizer.nvme_path",
-        f"{ZERO}.offload_param.nvme_path",
+        *(f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param")),
     )
 
     def settings(self) -> Iterator[Setting]:
@@ -310,9 +276,9 @@ class DeepSpeedForm(SettingsForm):
         )
         # Settings of the run, which has choices for them elsewhere in the form.
         run_keys = {f"{ZERO}.stage", "gradient_accumulation_steps", "fp16.enabled", "bf16.enabled"}
-        for place, name, field in config_fields():
+        for place, name, field in zero_config.config_fields():
             key = f"{place}.{name}".lstrip(".")
-            if section_of(field) is None and key not in run_keys:
+            if zero_config.section_of(field) is None and key not in run_keys:
                 yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
@@ -347,14 +313,30 @@ class DeepSpeedForm(SettingsForm):
                 f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
                 "effect. Choose a ZeRO stage first."
             )
-        return _with_key(config, setting.name, value)
+        key = setting.name
+        part = key.partition(".")[0]
+        settings = copy.deepcopy(dict(config.deepspeed or {}))
+        text = ""
+        if key in _PLACE_CONTENTS:
+            # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
+            folder = str(Path.cwd() / "nvme_offload")
+            if put_place(settings, key, value, folder):
+                text = f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk."
+        elif value in (None, ""):
+            drop_at(settings, key)
+            if key in _STAND_INS:  # without a type its parameters have no meaning
+                settings.pop(part, None)
+        else:
+            put_at(settings, key, value)
+            if key in _STAND_INS:
+                text = f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place."
+        return Edit(config.changed(deepspeed=settings), (text,) if text else ())
 
     def check(self, config: RunConfig, device: str) -> None:
         settings = ZeroConfig.from_dict(engine_config(config) or {})
         # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
         # checked when the run is launched.
-        if texts := [*combination_mistakes(settings)]:
-            raise ConfigError(*texts)
+        refuse_mistakes(combination_mistakes(settings))
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
         if value is None:
@@ -429,7 +411,7 @@ class DeepSpeedForm(SettingsForm):
         return size if isinstance(size, int) else None
 
     def estimate(self, shape: Shape, document: Mapping[str, Any], **inputs: Any) -> MemoryEstimate:
-        return estimate_memory(shape, document, **inputs)
+        return zero_memory.estimate_memory(shape, document, **inputs)
 
     @property
     def missing_library(self) -> str:
@@ -445,17 +427,17 @@ class DeepSpeedForm(SettingsForm):
         on_host: bool,
         can_checkpoint: bool,
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
-    ) -> Iterator[TrainingWay]:
+    ) -> Iterator[settings_form.TrainingWay]:
         refusal = engine_refusal(config)
-        folder = next(map(str, nvme_folders(config.deepspeed)), None)
+        folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), "")
         for placement in placements:
             # Where processes compute on the CPU, everything is in host memory anyway.
             if on_host and placement.leaves_device and not (placement.uses_disk and folder):
                 continue
             way_refusal = refusal
-            if placement.uses_disk and folder is None and not refusal:
+            if placement.uses_disk and not (folder or refusal):
                 way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
-            yield TrainingWay(
+            yield settings_form.TrainingWay(
                 name=name_of(placement),
                 configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
                 placement=placement,
@@ -463,10 +445,7 @@ class DeepSpeedForm(SettingsForm):
             )
 
     def way_of(self, config: RunConfig) -> str:
-        places = (
-            value_at(config.deepspeed, place_key) or "none"
-            for place_key in (OPTIMIZER_PLACE, PARAM_PLACE)
-        )
+        places = (_place_of(config, key) or "none" for key in (OPTIMIZER_PLACE, PARAM_PLACE))
         return name_of(StatePlacement(config.zero_stage or 0, *places))
 
     def read(
@@ -477,83 +456,49 @@ class DeepSpeedForm(SettingsForm):
                 "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
                 "which are not all."
             )
-            mistakes = [*misspelt_keys(old_forms(settings)[0])]
+            mistakes = [*misspelt_keys(zero_config.old_forms(settings)[0])]
             try:
                 document = ZeroConfig.from_dict(settings).to_dict()
             except ConfigError as error:
                 raise ConfigError(*mistakes, *error.args) from error
-            if mistakes:
-                raise ConfigError(*mistakes)
+            refuse_mistakes(mistakes)
             return config.changed(deepspeed=document), (note,)
         checked = check_config(
             settings, inventory=inventory, allow_auto=True, check_tools=False, run=config
         )
-        _refuse_other_files(settings)
+        schema = deepspeed_schema()
+        # DeepSpeed would ignore everything in such a file: a model's, for example.
+        if settings and not schema.sections[""] & {*map(str, settings)}:
+            raise ConfigError(
+                f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
+                f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. "
+                'Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, '
+                "or a RunConfig."
+            )
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
         return set(settings) == {"gradient_accumulation_steps"}
 
 
-def _with_stage(
-    run_config: RunConfig, stage: int | None, earlier_settings: Mapping[str, Any]
-) -> Edit:
+def _with_stage(config: RunConfig, stage: int | None, earlier: Mapping[str, Any]) -> Edit:
     """A run with another ZeRO stage."""
     if stage is None:
-        return Edit(run_config.changed(zero_stage=None, deepspeed=None))
+        return Edit(config.changed(zero_stage=None, deepspeed=None))
     # Turning DeepSpeed off and on again must not lose what was set before.
-    settings = copy.deepcopy(
-        dict((run_config.deepspeed or {}) if run_config.uses_deepspeed else earlier_settings)
-    )
+    settings = copy.deepcopy(dict((config.deepspeed or {}) if config.uses_deepspeed else earlier))
     remarks: tuple[str, ...] = ()
     for key, content in _PLACE_CONTENTS.items():
         place = value_at(settings, key) or "none"
-        possible = place_at_stage(key, place, stage)
+        possible = zero_memory.place_at_stage(key, place, stage)
         if possible != place:
             put_place(settings, key, possible)
             target = "the CPU" if possible == "cpu" else "the device"
             remarks += (f"Place of {content}: {target}, as stage {stage} cannot use {place}.",)
-    return Edit(run_config.changed(zero_stage=stage, deepspeed=settings), remarks)
-
-
-def _with_key(config: RunConfig, key: str, value: Any) -> Edit:
-    """A run with another value for a key of DeepSpeed."""
-    settings = copy.deepcopy(dict(config.deepspeed or {}))
-    remarks: tuple[str, ...] = ()
-    part = key.partition(".")[0]
-    if key in _PLACE_CONTENTS:
-        # DeepSpeed requires a folder, and a form must not hold a run that would be refused.
-        folder = str(Path.cwd() / "nvme_offload")
-        if put_place(settings, key, value, folder):
-            remarks = (
-                f"Files of {_PLACE_CONTENTS[key]} go to {folder}: change it to a fast disk.",
-            )
-    elif value in (None, ""):
-        drop_at(settings, key)
-        if key in _STAND_INS:  # without a type its parameters have no meaning
-            settings.pop(part, None)
-    else:
-        put_at(settings, key, value)
-        if key in _STAND_INS:
-            remarks = (
-                f"DeepSpeed makes the {part}: give prepare a {_STAND_INS[key]} in its place.",
-            )
-    return Edit(config.changed(deepspeed=settings), remarks)
+    return Edit(config.changed(zero_stage=stage, deepspeed=settings), remarks)
 
 
 def _place_of(config: RunConfig, place_key: str) -> str | None:
     """Where something is offloaded to; None where it is not."""
     place: str | None = value_at(config.deepspeed, place_key)
     return None if place == "none" else place
-
-
-def _refuse_other_files(settings: Mapping[str, Any]) -> None:
-    """Refuse a file of which DeepSpeed would ignore everything: a model's, for example."""
-    schema = deepspeed_schema()
-    if settings and not schema.sections[""] & {*map(str, settings)}:
-        raise ConfigError(
-            f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
-            f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. Give a "
-            'DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, or a '
-            "RunConfig."
-        )

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 OLDEST = "0.18.5"
 """The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
 
-_GREETING_TEXT = "Setting accelerator to CPU."
-
 
 @contextlib.contextmanager
 def quiet_logger(level: int = logging.CRITICAL + 1) -> Iterator[None]:
@@ -63,7 +61,7 @@ def quiet_logger(level: int = logging.CRITICAL + 1) -> Iterator[None]:
 
 
 def _is_no_greeting(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_GREETING_TEXT)
+    return not record.getMessage().startswith("Setting accelerator to CPU.")
 
 
 def load_module(module: str, *, why: str) -> Any:
@@ -80,9 +78,8 @@ def load_module(module: str, *, why: str) -> Any:
 
 def usual_logging(zero_config: ZeroConfig | None = None) -> contextlib.AbstractContextManager[None]:
     """A block without DeepSpeed's dozen lines, unless the configuration turns them on."""
-    if zero_config is not None and (
-        zero_config.get("log_level") is not None or zero_config.get("dump_state")
-    ):
+    settings = {} if zero_config is None else zero_config.to_dict()
+    if settings.get("log_level") is not None or settings.get("dump_state"):
         return contextlib.nullcontext()
     return quiet_logger(logging.WARNING)
 
@@ -145,7 +142,6 @@ def folder() -> Path:
     """Where torch builds operations, a folder each, by torch's rule (Python and CUDA versions)."""
     if chosen_folder := env.read("TORCH_EXTENSIONS_DIR"):
         return Path(chosen_folder)
-    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     version = require("torch.version", extra="", why="DeepSpeed's C++ parts")
     device_kind = "cpu"
     if version.hip is not None:
@@ -153,6 +149,7 @@ def folder() -> Path:
     elif version.cuda is not None:
         device_kind = f"cu{version.cuda.replace('.', '')}"
     python_tag = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
     return Path(extension.get_default_build_root()) / f"{python_tag}_{device_kind}"
 
 
@@ -223,19 +220,16 @@ def ready_to_build(device: str) -> str | None:
 
 
 def path_with_ninja() -> str | None:
-    """The PATH with which ninja is found, and always the same ninja.
-
-    A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
-    took the system's ninja, and a shell with the environment activated took the environment's, each
-    would build again what the other has built: versions of ninja record commands differently.
-    """
+    """The PATH with which ninja is found, and always the same ninja."""
+    # A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
+    # took the system's ninja, and a shell with the environment activated its own, each would build
+    # again what the other has built: versions of ninja record commands differently.
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
-    found = shutil.which("ninja", path=os.pathsep.join(beside_python))
-    ninja = Path(found) if found else None
-    first_path = shutil.which("ninja", path=search_path)
-    if first_path is not None and (ninja is None or Path(first_path) == ninja):
+    ninja = shutil.which("ninja", path=os.pathsep.join(beside_python))
+    first_ninja = shutil.which("ninja", path=search_path)
+    if first_ninja is not None and (ninja is None or Path(first_ninja) == Path(ninja)):
         return search_path
     if ninja is None:
         raise MissingBackend(
@@ -243,7 +237,7 @@ def path_with_ninja() -> str | None:
             f"in PATH ({search_path}) nor beside {sys.executable}. Install it: pip install ninja",
             name="ninja",
         )
-    return os.pathsep.join([str(ninja.parent), *filter(None, [search_path])])
+    return os.pathsep.join([str(Path(ninja).parent), *filter(None, [search_path])])
 
 
 def _compiler() -> list[str] | None:
@@ -262,11 +256,9 @@ def _no_compiler(missing_operations: Sequence[str]) -> str:
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
-    """Remove locks that a killed process left in the folders of half-built operations.
-
-    A process that builds keeps the lock open until it has finished; any other waits until the file
-    is gone, silently and without a time limit. Met where a kernel was killed while it compiled.
-    """
+    """Remove locks that a killed process left in the folders of half-built operations."""
+    # A process that builds keeps the lock open until it has finished; any other waits until it is
+    # gone, silently and without a time limit. Met where a kernel was killed while it compiled.
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
@@ -277,11 +269,9 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
 
 def _is_forgotten(lock_path: Path) -> bool:
-    """Whether the process that made a lock is gone.
-
-    Operations that were built long ago are locked for a moment, too, by each process that loads
-    them, so one look is not enough: the lock must stay the same one, without a holder.
-    """
+    """Whether the process that made a lock is gone."""
+    # Operations that were built long ago are locked for a moment, too, by each process that loads
+    # them, so one look is not enough: the lock must stay the same one, without a holder.
     seen = set()
     for _ in range(3):
         try:
@@ -357,9 +347,9 @@ def needed_ops(zero_config: ZeroConfig, *, device: str) -> tuple[str, ...]:
     if maker is not None and maker.type is not None:
         away = offloads_optimizer(zero_config)
         operations.append(own_operation(maker.type, maker.params or {}, is_offloaded=away))
-    for offload in (zero_config.offload_optimizer, zero_config.offload_param):
-        if offload is not None and offload.device == "nvme" and "async_io" not in operations:
-            operations.append("async_io")
+    sections = (zero_config.offload_optimizer, zero_config.offload_param)
+    if any(section is not None and section.device == "nvme" for section in sections):
+        operations.append("async_io")
     return tuple(filter(None, operations))
 
 
@@ -367,8 +357,7 @@ def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What is missing here to build the parts that are needed, and how to get it."""
     # Some were built when DeepSpeed was installed: only DeepSpeed itself tells which.
     load_module("deepspeed.git_version_info", why="DeepSpeed's C++ parts")
-    needed = needed_ops(zero_config, device=device)
-    operations = [name for name in needed if not is_built(name)]
+    operations = [one for one in needed_ops(zero_config, device=device) if not is_built(one)]
     command = _compiler()
     text = f"DeepSpeed builds {', '.join(operations)} on first use"
     if operations and command is None:
@@ -412,11 +401,9 @@ _Z3_OPTIMIZER = "_z3_optimizer"
 
 
 def check_fp32_copies(engine: Any) -> None:
-    """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here.
-
-    Without these attributes a tensor looks as if ZeRO did not have it in parts: training would end
-    without an error, and without its float32 weights.
-    """
+    """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here."""
+    # Without these attributes a tensor looks as if ZeRO did not have it in parts: training would
+    # end without an error, and without its float32 weights.
     stage = engine.zero_optimization_stage()
     name = _Z3_OPTIMIZER if stage == 3 else _HP_MAPPING
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
@@ -433,15 +420,12 @@ def check_fp32_copies(engine: Any) -> None:
 
 
 def has_fp32_fragment(tensor: Any) -> bool:
-    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts.
-
-    It has on every rank; `fp32_fragment` is None on those that hold none of it.
-    """
+    """Whether ZeRO 1 or 2 keeps a float32 copy of a parameter, in parts; the same on every rank."""
     return hasattr(tensor, _HP_MAPPING)
 
 
 def fp32_fragment(tensor: Any) -> Any:
-    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2."""
+    """This rank's part of a parameter's float32 copy under ZeRO 1 and 2; None without one."""
     return getattr(tensor, _HP_MAPPING, None)
 
 
@@ -452,12 +436,8 @@ def zero3_optimizer(tensor: Any) -> Any:
 
 ZERO3_MODULE_ATTRIBUTES = frozenset(
     {
-        "_external_params",
-        "_original_parameters",
-        "applied_pre_backward_ref_cnt",
-        "ds_grads_remaining",
-        "ds_id",
-        "ds_recompute_parameters",
+        *("_external_params", "_original_parameters", "applied_pre_backward_ref_cnt"),
+        *("ds_grads_remaining", "ds_id", "ds_recompute_parameters"),
     }
 )
 """Attributes of plain types that ZeRO 3 gives each module; others are of its own types."""
@@ -546,9 +526,7 @@ def _change_state(changed_module: Any) -> None:
         # then without, as only so its state takes the plugin.
         if not training_libraries.accelerate_is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
-            changed_module.PartialState(
-                True, **{argument_name: kwargs[argument_name] for argument_name in handed_on}
-            )
+            changed_module.PartialState(True, **{name: kwargs[name] for name in handed_on})
         _join_process_group()
         with env.applied({_USE_CPU: None}):
             init(self, *args, **{**kwargs, "cpu": False})

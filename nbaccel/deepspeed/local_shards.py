@@ -39,7 +39,7 @@ from nbaccel.base.atomic import LeftoverFolders, announce_leftover
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed
 from nbaccel.base.units import first_few, format_bytes
-from nbaccel.config.given_values import drop_at
+from nbaccel.config.given_values import drop_at, value_at
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.environment import (
     destroy,
@@ -72,19 +72,22 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Shape of the whole, for any tensor."""
-    shape = whole_shape(tensor)
-    return tuple(tensor.shape) if shape is None else shape
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     """See :meth:`ShardReader.local_pieces`; empty where this process has nothing of it."""
     if is_partitioned(tensor):
-        return _of_placeholder(tensor)
+        first, count = _local_span(tensor)
+        # Of a parameter with fewer elements than there are ranks, the last ranks have only padding.
+        return [(first, _own_part(tensor)[:count])] if count else []
     mapping = library.fp32_fragment(tensor)
     # None where the float32 copy is another rank's, and after an engine that never stepped.
     if mapping is None and held is None:
         return []
-    first, values = _of_mapping(held if mapping is None else mapping)
+    fragment: Any = held if mapping is None else mapping
+    first = int(fragment.lp_fragment_address.start)
+    values = fragment.hp_fragment.detach().reshape(-1)
     if mapping is None:
         weights = tensor.detach().reshape(-1)[first : first + values.numel()]
         # Of an engine that is destroyed; weights may have been changed since. Both agree as long as
@@ -130,23 +133,15 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
         tensor.data.copy_(whole)  # small parameters (or gathered ones) are whole here, besides
 
 
-def _of_mapping(fp32_mapping: Any) -> Piece:
-    values = fp32_mapping.hp_fragment.detach().reshape(-1)
-    return int(fp32_mapping.lp_fragment_address.start), values
-
-
-def _of_placeholder(tensor: Any) -> list[Piece]:
-    first_element, element_count = _local_span(tensor)
-    # Of a parameter with fewer elements than there are ranks, the last ranks have only padding.
-    if element_count == 0:
-        return []
+def _own_part(tensor: Any) -> torch.Tensor:
+    """This process's part at stage 3, in float32 where it is trained, with its padding."""
     values = _master_part(tensor)
-    if values is None:
-        on_disk = is_on_disk(tensor)
-        # A copy: the engine overwrites the file in a later step, and a mapping would show that.
-        values = _mapped_part(tensor, is_shared=False).clone() if on_disk else tensor.ds_tensor
-        values = values.detach().reshape(-1)
-    return [(first_element, values[:element_count])]
+    if values is not None:
+        return values
+    # A copy: the engine overwrites the file in a later step, and a mapping would show that.
+    on_disk = is_on_disk(tensor)
+    values = _mapped_part(tensor, is_shared=False).clone() if on_disk else tensor.ds_tensor
+    return values.detach().reshape(-1)
 
 
 def _master_part(tensor: Any) -> torch.Tensor | None:
@@ -200,11 +195,8 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
 
 def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a whole state dict; a collective."""
-    own = {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor)
-    }
+    entries = module.state_dict(keep_vars=True).items()
+    own = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
     misfit = _misfit_text(module, own, state, strict=strict) if dist.get_rank() == 0 else ""
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
     told: list[Any] = [misfit, [name for name in own if name in state]]
@@ -222,8 +214,7 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
             done.add(id(tensor))
             # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-            shape = shape_of(tensor)
-            whole = torch.empty(shape, dtype=dtype, device=tensor.device)
+            whole = torch.empty(shape_of(tensor), dtype=dtype, device=tensor.device)
             if dist.get_rank() == 0:
                 whole.copy_(state[name])
             dist.broadcast(whole, 0)
@@ -323,8 +314,7 @@ def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
         if section is None or section.device != "nvme":
             continue
         # The user's folder is taken as given where it is free: only further engines get one in it.
-        base = Path(section.nvme_path)
-        folder = base
+        folder = base = Path(section.nvme_path)
         number = 0
         while folder in used:
             number += 1
@@ -381,22 +371,20 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
 
 def free_buffers(module: nn.Module) -> None:
     """Release what was read ahead, so that there is a buffer for what is gathered next."""
-    for parameter in filter(is_on_disk, module.parameters()):
-        swapped_parameter: Any = parameter
+    swapped: Iterator[Any] = filter(is_on_disk, module.parameters())
+    for parameter in swapped:
         # A read that is under way still writes into its buffer.
-        swapped_parameter.nvme_swapper.synchronize_reads()
+        parameter.nvme_swapper.synchronize_reads()
         # A parameter that is gathered, or being gathered, needs its buffer.
-        is_used = swapped_parameter.ds_status.name != "NOT_AVAILABLE"
-        if swapped_parameter.ds_tensor.status.name == "AVAILABLE" and not is_used:
-            swapped_parameter.nvme_swapper.remove_partition_and_release_buffers([swapped_parameter])
+        is_used = parameter.ds_status.name != "NOT_AVAILABLE"
+        if parameter.ds_tensor.status.name == "AVAILABLE" and not is_used:
+            parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
 
 
 def skip_repeated_reads(module: nn.Module) -> None:
-    """Let a parameter that several layers use be read ahead once.
-
-    DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
-    assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
-    """
+    """Let a parameter that several layers use be read ahead once."""
+    # DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
+    # assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
 
     def read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # By id, since tensors compare element by element.
@@ -414,18 +402,12 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
     section = zero_config.offload_param
     if section is None or section.device != "nvme":
         return
-    size, count = (
-        int(DEFAULTS[f"{ZERO}.offload_param.{name}"] if given is None else given)
-        for name, given in (
-            ("buffer_size", section.buffer_size),
-            ("buffer_count", section.buffer_count),
-        )
-    )
+    settings = zero_config.to_dict()
+    keys = (f"{ZERO}.offload_param.buffer_size", f"{ZERO}.offload_param.buffer_count")
+    size, count = (int(value_at(settings, key, DEFAULTS[key])) for key in keys)
     # A model built in shards has placeholders: `ds_numel` is the size of the whole parameter.
-    sizes = {
-        name: int(getattr(parameter, "ds_numel", parameter.numel()))
-        for name, parameter in model.named_parameters()
-    }
+    named = model.named_parameters()
+    sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in named}
     name = max(sizes, key=lambda name: sizes[name])
     part = -(-sizes[name] // world_size)
     if part > size:
@@ -445,26 +427,23 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
     """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
-    whole_shape = getattr(parameter, "ds_shape", None)
-    return whole_shape is not None and tuple(parameter.shape) != tuple(whole_shape)
+    return tuple(parameter.shape) != shape_of(parameter)
 
 
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
-    """Names of the parameters that are placeholders of ZeRO-3.
-
-    Parameters of a module have DeepSpeed's attributes; a state dict has only shapes, unless it was
-    taken with `keep_vars`.
-    """
+    """Names of the parameters that are placeholders of ZeRO-3."""
     if isinstance(module_or_state, nn.Module):
         # With duplicates: a tied parameter is named twice in the state dict, too.
         named = module_or_state.named_parameters(remove_duplicate=False)
         return [name for name, parameter in named if is_placeholder(parameter)]
-    floats = (
-        (name, value)
+    return [
+        name
         for name, value in module_or_state.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    )
-    return [name for name, value in floats if is_placeholder(value) or value.shape == (0,)]
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        # There are only shapes, unless it was taken with `keep_vars`.
+        and (is_placeholder(value) or value.shape == (0,))
+    ]
 
 
 def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> None:
@@ -527,10 +506,9 @@ def without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str,
     for key in list(auto_keys(concrete_settings)):
         drop_at(concrete_settings, key)
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
+        steps = concrete_settings.get("gradient_accumulation_steps", 1)
         concrete_settings["train_micro_batch_size_per_gpu"] = 1
-        concrete_settings["train_batch_size"] = world_size * concrete_settings.get(
-            "gradient_accumulation_steps", 1
-        )
+        concrete_settings["train_batch_size"] = world_size * steps
     return concrete_settings
 
 
@@ -543,8 +521,7 @@ _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 def inner_module(module: nn.Module) -> nn.Module | None:
     """See :meth:`ShardReader.inner_module`."""
     _, _, submodules = torch_private.module_tables(module)
-    inner_engine = submodules.get("module")
-    return inner_engine if _is_deepspeeds(type(module)) else None
+    return submodules.get("module") if _is_deepspeeds(type(module)) else None
 
 
 def plain_state(module: nn.Module) -> dict[str, Any] | None:
@@ -613,18 +590,17 @@ def take_back(module: nn.Module, remembered: Remembered) -> bool:
 
 
 def take_back_together(module: nn.Module, device: torch.device) -> bool:
-    """Make a module whole that earlier engines of all processes have; a collective.
-
-    A cell that prepares a model is run again: without this, hooks of the engine before would run
-    beside those of the next one, over process groups that may be gone, and its weights would be
-    those in low precision.
-    """
+    """Make a module whole that earlier engines of all processes have; a collective."""
+    # A cell that prepares a model is run again: without this, hooks of the engine before would run
+    # beside those of the next one, over process groups that may be gone, and its weights would be
+    # those in low precision.
     state_before = _REMEMBERED_STATES.get(module)
-    is_taken_apart = state_before is not None and any(map(is_cut, module.parameters()))
-    built_in_shards = state_before is not None and any(
-        "ds_shape" in own_attributes for _, own_attributes in state_before.tensors.values()
+    is_engines = (
+        state_before is not None
+        and any(map(is_cut, module.parameters()))
+        # A model that was built in shards is cut without an engine.
+        and not any("ds_shape" in attributes for _, attributes in state_before.tensors.values())
     )
-    is_engines = is_taken_apart and not built_in_shards
     had_engine = torch.tensor(is_engines, dtype=torch.int32, device=device)
     # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
     # have to take part in the collectives below.
@@ -639,10 +615,8 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
 
 @torch.no_grad()
 def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
-    """Whole weights by the identity of their parameters; a collective.
-
-    Where engines had no copy of higher precision, or have forgotten it, the weights stay.
-    """
+    """Whole weights by the identity of their parameters; a collective."""
+    # Where engines had no copy of higher precision, or have forgotten it, the weights stay.
     found: dict[int, torch.Tensor] = {}
     missing: list[str] = []
     for name, parameter in module.named_parameters():
@@ -693,8 +667,8 @@ def _restore_module(
         torch_private.replace_parameter_table(inner_submodule, _plain_table(parameter_table))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         whole = whole_values.get(id(tensor), tensor.detach())
-        as_it_was = (whole.dtype, frozenset(vars(tensor)))
-        dtype, attributes = state_before.tensors.get(name, as_it_was)
+        as_it_is = (whole.dtype, frozenset(vars(tensor)))
+        dtype, attributes = state_before.tensors.get(name, as_it_is)
         # In place: optimizers, tied layers and the notebook's variables refer to this very tensor.
         tensor.data = whole.to(dtype)
         tensor.grad = None

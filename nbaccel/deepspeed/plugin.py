@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, taken_out, tidied_settings
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
-from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, load_settings, old_forms
+from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, todays_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,11 +123,7 @@ class DeepSpeedPlugin(Settings):
         settings = _read_config(self.hf_ds_config)
         if settings is None:
             settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
-        mistakes = [
-            mistake for argument in _KEYS if (mistake := self._merge(settings, argument, given))
-        ]
-        if mistakes:
-            raise ConfigError(*mistakes)
+        refuse_mistakes(filter(None, [self._merge(settings, one, given) for one in _KEYS]))
         # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
         for key in (*BATCH_SIZES, "gradient_clipping"):
             settings.setdefault(key, AUTO)
@@ -249,8 +246,7 @@ class DeepSpeedPlugin(Settings):
         # A list, because filling in changes the dictionary.
         for key, value in list((self.deepspeed_config if config is None else config).items()):
             if isinstance(value, dict):
-                inner = f"{prefix}{key}."
-                self.deepspeed_config_process(inner, found, value, must_match, **kwargs)
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
             else:
                 self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
         # Only the outermost call raises, so that one error names the mismatches of all sections.
@@ -360,8 +356,7 @@ def _read_config(config: Any) -> dict[str, Any] | None:
         with contextlib.suppress(ValueError):
             decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
-    settings, _ = old_forms(load_settings(config))
-    return tidied_settings(settings)
+    return tidied_settings(todays_settings(config)[0])
 
 
 class Plugins:

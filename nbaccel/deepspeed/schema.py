@@ -84,9 +84,10 @@ class Schema:
                 return (int(value) if isinstance(value, int) and value > 1 else value,)
         return ()
 
-    def removed_text(self, key_path: str, shown_value: str) -> str:
+    def removed_mistake(self, key_path: str, value: Any) -> FieldMistake:
         """The message about a key that DeepSpeed has removed."""
-        return f"{key_path}={shown_value} is of the past. {self.removed[key_path]}".rstrip()
+        text = f"{key_path}={shown(value)} is of the past. {self.removed[key_path]}"
+        return FieldMistake(text.rstrip(), key_path)
 
 
 class _KeyRecorder(dict[str, Any]):
@@ -122,28 +123,21 @@ class _KeyRecorder(dict[str, Any]):
 def deepspeed_schema() -> Schema:
     """Find out what the installed DeepSpeed reads; once per process."""
     reason = "Checking a DeepSpeed configuration"
-    deepspeed = library.load_module("deepspeed", why=reason)
     config_module = library.load_module("deepspeed.runtime.config", why=reason)
-    schedule_module = library.load_module("deepspeed.runtime.lr_schedules", why=reason)
+    schedules = library.load_module("deepspeed.runtime.lr_schedules", why=reason)
     removed_keys = library.removed_keys(config_module)
     with library.quiet_logger():
         search = _Search(config_module.DeepSpeedConfig, removed_keys)
-    torch_optimizers = _classes_of("torch.optim", "Optimizer")
-    torch_schedulers = _classes_of("torch.optim.lr_scheduler", "LRScheduler")
-    own_schedulers = {
-        name: getattr(schedule_module, name) for name in schedule_module.VALID_LR_SCHEDULES
-    }
+    own_schedulers = {name: getattr(schedules, name) for name in schedules.VALID_LR_SCHEDULES}
+    all_schedulers = own_schedulers | _classes_of("torch.optim.lr_scheduler", "LRScheduler")
     return Schema(
-        version=str(deepspeed.__version__),
+        version=str(library.load_module("deepspeed", why=reason).__version__),
         sections=search.sections,
         models=search.models,
         removed=removed_keys,
-        optimizers=(*config_module.DEEPSPEED_OPTIMIZERS, *torch_optimizers),
+        optimizers=(*config_module.DEEPSPEED_OPTIMIZERS, *_classes_of("torch.optim", "Optimizer")),
         own_optimizers=tuple(config_module.DEEPSPEED_OPTIMIZERS),
-        schedulers={
-            name: Arguments.of(made)
-            for name, made in {**own_schedulers, **torch_schedulers}.items()
-        },
+        schedulers={name: Arguments.of(made) for name, made in all_schedulers.items()},
         own_schedulers=tuple(own_schedulers),
     )
 
@@ -163,10 +157,9 @@ class _Search:
 
     def __init__(self, reader: Callable[..., Any], removed_keys: Mapping[str, str]) -> None:
         self._reader = reader
-        self.sections: dict[str, frozenset[str]] = {}
         self.models: dict[str, type[BaseModel]] = {}
         top_keys = (self._asked(()) | set(_UNASKED_KEYS)) - set(removed_keys)
-        self.sections[""] = frozenset(top_keys)
+        self.sections = {"": frozenset(top_keys)}
         for key in sorted(top_keys):
             self._look_behind((key,))
 
@@ -273,37 +266,34 @@ _MEANT_KEYS = {
     "precision": "bf16",
 }
 _OF_OPTIMIZERS = ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum")
-_OF_ZERO = ("zero", "offload", "stage3")
 _NEAR_ENOUGH = 0.75
 _NEAR_A_FIELD = 0.83
 """`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
 
 
-def key_findings(
-    settings: Mapping[str, Any], schema: Schema, section_path: str = ""
-) -> Iterator[str]:
+def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "") -> Iterator[str]:
     """What is wrong with each key, section by section; plain text where that is only advice."""
-    known_keys = schema.sections.get(section_path)
-    prefix = f"{section_path}." if section_path else ""
+    known_keys = schema.sections.get(section)
+    prefix = f"{section}." if section else ""
     for key, value in settings.items():
         path = f"{prefix}{key}"
         if path in schema.removed:
-            yield FieldMistake(schema.removed_text(path, shown(value)), path)
+            yield schema.removed_mistake(path, value)
             continue
         meant_key = key
         if known_keys is not None and key not in known_keys:
             # A comment, in one of the ways that people write one.
             if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
-                if section_path in schema.models:
-                    text = (
+                if section in schema.models:
+                    yield FieldMistake(
                         f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
-                        f"that it does not know in {section_path}: got {shown(value)}. Move it to "
-                        "the top level."
+                        f"that it does not know in {section}: got {shown(value)}. Move it to "
+                        "the top level.",
+                        path,
                     )
-                    yield FieldMistake(text, path)
                 continue
-            meant_key, advice = _advice(key, section_path, settings, schema)
-            yield _unknown_key(path, value, section_path, advice, schema)
+            meant_key, advice = _advice(key, section, settings, schema)
+            yield _unknown_key(path, value, section, advice, schema)
         inner_path = f"{prefix}{meant_key}"
         if isinstance(value, Mapping) and inner_path in schema.sections:
             # Keys inside a misspelt section are compared with the section that was meant, so that
@@ -311,43 +301,40 @@ def key_findings(
             yield from key_findings(value, schema, inner_path)
 
 
-def _unknown_key(path: str, value: Any, section_path: str, advice: str, schema: Schema) -> str:
+def _unknown_key(path: str, value: Any, section: str, advice: str, schema: Schema) -> str:
     head = f"{path} is no key of DeepSpeed {schema.version}"
     got = f"got {path}={shown(value)}"
     # Published configurations have such keys, so they are not refused.
-    if not advice and not section_path:
+    if not advice and not section:
         return f"{head}, which ignores it: {got}."
-    fate = "refuse it" if section_path in schema.models else "silently ignore it"
-    advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section_path]))}."
+    fate = "refuse it" if section in schema.models else "silently ignore it"
+    advice = advice or f"The keys there are: {', '.join(sorted(schema.sections[section]))}."
     return FieldMistake(f"{head}: {got}. It would {fate}. {advice}", path)
 
 
-def _advice(
-    key: str, section_path: str, settings: Mapping[str, Any], schema: Schema
-) -> tuple[str, str]:
+def _advice(key: str, section: str, settings: Mapping[str, Any], schema: Schema) -> tuple[str, str]:
     """The key that was probably meant, and the sentence that says so; empty where none is near."""
     places = [path for path, keys in schema.sections.items() if key in keys]
     # A key that many sections have, such as "enabled", does not tell where it belongs.
     if 0 < len(places) <= 3:
         return key, f"It belongs in {' or '.join(place or 'the top level' for place in places)}."
-    if not section_path:
+    if not section:
         schedules = [schema.schedulers[name].known for name in schema.own_schedulers]
         if key in _OF_OPTIMIZERS or any(key in known for known in schedules):
             maker = "optimizer" if key in _OF_OPTIMIZERS else "scheduler"
             return key, f"It belongs in {maker}.params."
-    keys = schema.sections[section_path]
+    keys = schema.sections[section]
     # Keys that are not there yet first: one that stands in the file already was hardly meant twice.
     for candidates in ([known for known in keys if known not in settings], keys):
         near = _meant_at_the_top(key, candidates)
-        if section_path:
+        if section:
             near = closest(key, candidates).partition("'")[2].partition("'")[0]
         if near:
             return near, f"Did you mean {near!r}?"
     for place, known_keys in schema.sections.items():
-        near_keys = difflib.get_close_matches(key.lower(), known_keys, n=1, cutoff=0.8)
-        if near_keys:
+        if near_keys := difflib.get_close_matches(key.lower(), known_keys, n=1, cutoff=0.8):
             return key, f"Did you mean {near_keys[0]!r} in {place or 'the top level'}?"
-    if not section_path and key.lower().startswith(_OF_ZERO):
+    if not section and key.lower().startswith(("zero", "offload", "stage3")):
         zero_keys = ", ".join(sorted(schema.sections.get(ZERO, ())))
         return key, f"ZeRO is configured in {ZERO}: its keys are {zero_keys}."
     return key, ""
@@ -372,18 +359,18 @@ def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
     return names[near_keys[0]] if near_keys else ""
 
 
-def misspelt_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[FieldMistake]:
+def misspelt_keys(settings: Mapping[str, Any], section: str = "") -> Iterator[FieldMistake]:
     """Keys that are nearly one that has a field here, for where DeepSpeed is not installed."""
-    fields = {name for place, name, _ in config_fields() if place == section_path}
+    fields = {name for place, name, _ in config_fields() if place == section}
     if not fields:
         return  # its keys are DeepSpeed's, or the user's own
-    if not section_path:
+    if not section:
         fields.add(ZERO)
-    prefix = f"{section_path}." if section_path else ""
+    prefix = f"{section}." if section else ""
     for key, value in settings.items():
         near = difflib.get_close_matches(key.strip().lower(), fields, n=1, cutoff=_NEAR_A_FIELD)
         meant_key, advice = key, ""
-        if not section_path and key in ZERO_KEYS:
+        if not section and key in ZERO_KEYS:
             advice = f"It belongs in {ZERO}."
         elif key not in fields and near:
             meant_key, advice = near[0], f"Did you mean {near[0]!r}?"

@@ -22,24 +22,10 @@ from pydantic import ConfigDict, Field, Strict, ValidationError
 from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.config import given_values, text_forms
 from nbaccel.config.deepspeed_document import DOCUMENT_NAME, SECTION_RULES
 from nbaccel.config.field_rules import FieldMistake, FieldRule, explain_mistakes, mistakes_in
-from nbaccel.config.given_values import (
-    numbers_read,
-    plain_value,
-    read_number,
-    read_whole,
-    shown,
-    value_at,
-)
-from nbaccel.config.text_forms import (
-    Plain,
-    json_like,
-    plain_object,
-    read_file,
-    read_object,
-    read_source,
-)
+from nbaccel.config.given_values import numbers_read, plain_value, read_number, shown, value_at
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,7 +62,7 @@ def _read_text(value: Any) -> Any:
 def _read_table(value: Any) -> Any:
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{value!r} holds no keys and values")
-    return json_like(value)
+    return text_forms.json_like(value)
 
 
 def _whole(least: int) -> FieldRule:
@@ -128,7 +114,7 @@ DeviceField = Annotated[
 ]
 Stage = Annotated[
     Literal[0, 1, 2, 3, "auto"] | None,
-    FieldRule(read=read_whole, must="one of 0, 1, 2, 3", do="Give 0 to shard nothing"),
+    FieldRule(read=given_values.read_whole, must="one of 0, 1, 2, 3", do="Give 0 to shard nothing"),
 ]
 
 
@@ -146,16 +132,14 @@ def _holds(section: type[Section], short_key: str = "") -> FieldRule:
 
 def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
-    options = get_args(model_field.annotation)
-    return next(
-        (one for one in options if isinstance(one, type) and issubclass(one, Section)), None
-    )
+    options = [one for one in get_args(model_field.annotation) if isinstance(one, type)]
+    return next((one for one in options if issubclass(one, Section)), None)
 
 
 # ------------------------------------------------------------------------------ sections
 
 
-class Section(Plain):
+class Section(text_forms.Plain):
     """A part of a configuration, as far as nbaccel names its keys.
 
     All settings are keyword-only; ``None`` leaves one to DeepSpeed. Wrong ones raise
@@ -335,7 +319,7 @@ class ZeroConfig(_ZeroSection):
         Raises:
             ConfigError: Values are wrong, all of them listed.
         """
-        given, _ = old_forms(plain_object(settings, "A ZeroConfig"))
+        given, _ = old_forms(text_forms.plain_object(settings, "A ZeroConfig"))
         extra: dict[str, Any] = given.pop(_EXTRA_FIELD, None) or {}
         # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
         # there, so it is kept as it stands, for the check to find.
@@ -364,7 +348,7 @@ class ZeroConfig(_ZeroSection):
         Raises:
             ConfigError: There is no such file, or what it holds is wrong.
         """
-        return cls.from_dict(read_file(path))
+        return cls.from_dict(text_forms.read_file(path))
 
     def to_dict(self) -> dict[str, Any]:
         """What ``deepspeed.initialize(config=...)`` takes; changing it changes nothing here.
@@ -386,7 +370,7 @@ class ZeroConfig(_ZeroSection):
         Raises:
             ConfigError: The text is no JSON object, names a key twice, or values are wrong.
         """
-        return cls.from_dict(read_object(text, cls.__name__))
+        return cls.from_dict(text_forms.read_object(text, cls.__name__))
 
     def to_file(self, path: str | Path) -> None:
         """Write the configuration as a JSON file; one that is there is replaced."""
@@ -412,13 +396,20 @@ def config_fields(
 
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
     """The settings as they stand, as plain values, wherever they come from."""
-    settings = read_source(config, DOCUMENT_NAME)
+    settings = text_forms.read_source(config, DOCUMENT_NAME)
     if not isinstance(settings, dict):
         raise ConfigError(
             f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got {shown(config)}. There is "
             "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
         )
     return settings
+
+
+def todays_settings(
+    config: Mapping[str, Any] | str | Path | ZeroConfig,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings in today's form, and what is said of older ones."""
+    return old_forms(load_settings(config))
 
 
 def auto_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:

@@ -17,18 +17,12 @@ from nbaccel.base.atomic import free_bytes
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
 from nbaccel.config import RunConfig
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import has_key, put_at, value_at
 from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
-from nbaccel.deepspeed.zero_config import ZERO, auto_keys, load_settings, old_forms
-from nbaccel.memory.estimate import (
-    Bytes,
-    MemoryEstimate,
-    Shape,
-    common_notes,
-    refuse_unsized,
-    shape_of,
-    torch_estimate,
-)
+from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
+from nbaccel.memory import estimate
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
 from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
@@ -99,8 +93,7 @@ def _counted(
         if has_key(settings, key):
             put_at(part, key, value_at(settings, key))
     facts = TrainingFacts(world_size=world_size)
-    resolved, _ = resolve_decided(part, facts=facts, run=run, model=model)
-    config = resolved.config
+    config = resolve_decided(part, facts=facts, run=run, model=model)[0].config
     document = config.to_dict()
     stage = config.zero_stage
     precision = next((name for name in ("bf16", "fp16") if config.is_on(name)), "fp32")
@@ -112,19 +105,14 @@ def _counted(
         place_at_stage(key, value_at(document, key, "none"), stage)
         for key in (OPTIMIZER_PLACE, PARAM_PLACE)
     )
+    usual = {**DEFAULTS, f"{ZERO}.overlap_comm": stage == 3}
     # Torch's own: not made from the file, nor replaced for offloading.
     optimizer = config.optimizer
     is_torchs = optimizer_place == "none" or config.zero_force_ds_cpu_optimizer is False
     if optimizer is not None and optimizer.type is not None:
         is_torchs = is_torchs and bool((optimizer.params or {}).get("torch_adam"))
     return CountedSettings(
-        zero={
-            "overlap_comm": value_at(document, f"{ZERO}.overlap_comm", stage == 3),
-            **{
-                key.removeprefix(f"{ZERO}."): value_at(document, key, default)
-                for key, default in DEFAULTS.items()
-            },
-        },
+        zero={key.removeprefix(f"{ZERO}."): value_at(document, key, usual[key]) for key in usual},
         stage=stage,
         precision=precision,
         parameter_bytes=number_bytes,
@@ -164,12 +152,10 @@ def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
 
 
 def _temporary_bytes(settings: CountedSettings, num_elements: int, *, on_cpu: bool) -> int:
-    """What torch's own optimizers hold for a moment while they update so many numbers.
-
-    Adam takes the root of the second moment and divides it: into a second temporary on CPUs
-    (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
-    are one kernel and hold none.
-    """
+    """What torch's own optimizers hold for a moment while they update so many numbers."""
+    # Adam takes the root of the second moment and divides it: into a second temporary on CPUs
+    # (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
+    # are one kernel and hold none.
     if not settings.torch_optimizer:
         return 0
     return min(settings.num_states, 2 if on_cpu else 1) * settings.state_bytes * num_elements
@@ -299,9 +285,6 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     return device, host, nvme + optimizer + Bytes(gradients=own_bytes)
 
 
-_BYTES_AT_STAGE = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)
-
-
 # ------------------------------------------------------------------------------ the estimate
 
 
@@ -343,22 +326,21 @@ def estimate_memory(
     Raises:
         ConfigError: The model's size or a setting cannot be read, or activations not be measured.
     """
-    refuse_unsized(model_or_shape)
+    estimate.refuse_unsized(model_or_shape)
     _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
-    shape = shape_of(model_or_shape)
+    shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
-    given = {} if config is None else old_forms(load_settings(config))[0]
+    given = {} if config is None else todays_settings(config)[0]
     formats = short_formats(run) if config is None else None
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
-        rows = given.get(_BATCH_KEY)
         activation_bytes = _measured(
-            model_or_shape, sample_batch, rows, precision, gradient_checkpointing
+            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
     if formats is not None:
-        return torch_estimate(
+        return estimate.torch_estimate(
             shape,
             strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
             states=_short_states(model_or_shape, world_size, formats),
@@ -369,7 +351,8 @@ def estimate_memory(
         )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
-    device, host, nvme = _BYTES_AT_STAGE[settings.stage](settings, shape, world_size, not gpus)
+    of_stage = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[settings.stage]
+    device, host, nvme = of_stage(settings, shape, world_size, not gpus)
     folders = tuple(nvme_folders(given))
     contents = {"optimizer": settings.optimizer_place, "parameters": settings.parameter_place}
     moved = [f"{content} on {place}" for content, place in contents.items() if place != "none"]
@@ -420,24 +403,17 @@ def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
-    mistakes = []
-    if num_processes < 1 or num_nodes < 1:
-        mistakes.append(
-            f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-            "divided among them. Use 1 or more of each."
-        )
-    if sample_batch is not None and not callable(getattr(model, "modules", None)):
-        mistakes.append(
-            f"sample_batch needs the model itself: got {model!r}, with which nothing can be "
-            "measured. Give the module (it may be on meta), or activation_bytes."
-        )
-    if sample_batch is not None and activation_bytes:
-        mistakes.append(
-            f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
-            "silently override the other. Give one of them."
-        )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    has_batch = sample_batch is not None
+    is_module = callable(getattr(model, "modules", None))
+    problems = {
+        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
+        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
+        "Give the module (it may be on meta), or activation_bytes.": has_batch and not is_module,
+        f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
+        "silently override the other. Give one of them.": has_batch and activation_bytes,
+    }
+    refuse_mistakes(text for text, is_there in problems.items() if is_there)
 
 
 # ------------------------------------------------------------------------------ is there room

@@ -195,8 +195,7 @@ class MemoryEstimate:
         return lines
 
     def __str__(self) -> str:
-        lines = [self._head(), *table_lines(self.rows()), self._verdict(), *self.notes]
-        return "\n".join(lines)
+        return "\n".join([self._head(), *table_lines(self.rows()), self._verdict(), *self.notes])
 
     def __repr__(self) -> str:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"

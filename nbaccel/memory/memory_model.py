@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import device_row, fp8_backend, precision_row
-from nbaccel.memory.estimate import (
-    Bytes,
-    MemoryEstimate,
-    MemoryNeed,
-    Shape,
-    bars_of,
-    measure,
-    torch_estimate,
-)
+from nbaccel.memory import estimate
+from nbaccel.memory.estimate import Bytes, MemoryEstimate, MemoryNeed, Shape, torch_estimate
 from nbaccel.memory.settings_form import SettingsForm
 from nbaccel.plan import Gpu, Inventory, Plan, registry
 
@@ -43,17 +36,15 @@ class MemoryLimits:
     def of(self, machine: Inventory, num_processes: int) -> Inventory:
         """The machine with no more than that, and with devices where some are asked for."""
         # A size of 0 would stand for one that is not known.
+        sizes: dict[str, Any]
         if self.device is not None:
             made_up = (Gpu(index=number, name="device") for number in range(num_processes))
             units = machine.gpus or tuple(made_up)
-            gpus = [
-                replace(one, total_bytes=self.device or 1, free_bytes=self.device) for one in units
-            ]
-            machine = replace(machine, gpus=tuple(gpus))
+            sizes = {"total_bytes": self.device or 1, "free_bytes": self.device}
+            machine = replace(machine, gpus=tuple(replace(one, **sizes) for one in units))
         if self.host is not None:
-            machine = replace(
-                machine, host_total_bytes=self.host or 1, host_available_bytes=self.host
-            )
+            sizes = {"host_total_bytes": self.host or 1, "host_available_bytes": self.host}
+            machine = replace(machine, **sizes)
         return machine
 
 
@@ -72,7 +63,7 @@ class MemoryModel:
     @cached_property
     def shape(self) -> Shape:
         """The sizes of the model."""
-        return measure(self.model)
+        return estimate.measure(self.model)
 
     @property
     def num_samples(self) -> int | None:
@@ -104,20 +95,19 @@ class MemoryModel:
             "inventory": machine,
         }
         if form is not None:
-            estimate = form.estimate(self.shape, document, **inputs)
+            found = form.estimate(self.shape, document, **inputs)
         elif plan.strategy == FSDP:
-            estimate = self._sharded(config, plan, inputs)
+            found = self._sharded(config, plan, inputs)
         else:
             formats = short_formats(config, plan.device)
             world_size = plan.num_processes * inputs["num_nodes"]
+            states = model_states(self.model, world_size=world_size, formats=formats)
             strategy = "data parallel"
             strategy += "" if formats is None else f", fp8 at MS-AMP's {formats.level}"
-            estimate = torch_estimate(
-                self.shape, strategy=strategy, states=self.states(world_size, formats), **inputs
-            )
+            found = torch_estimate(self.shape, strategy=strategy, states=states, **inputs)
         if self.limits.nvme is not None:
-            estimate = replace(estimate, nvme_free=self.limits.nvme)
-        return MemoryNeed(estimate=estimate, bars=bars_of(estimate, machine))
+            found = replace(found, nvme_free=self.limits.nvme)
+        return MemoryNeed(estimate=found, bars=estimate.bars_of(found, machine))
 
     def _sharded(self, config: RunConfig, plan: Plan, inputs: Mapping[str, Any]) -> MemoryEstimate:
         settings = dict(config.fsdp or {})
@@ -132,10 +122,6 @@ class MemoryModel:
             and not device_row(plan.device).in_host_memory,
             **inputs,
         )
-
-    def states(self, world_size: int, formats: ShortFormats | None) -> Bytes:
-        """Parameters, gradients and optimizer of one process."""
-        return model_states(self.model, world_size=world_size, formats=formats)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""
@@ -196,10 +182,7 @@ def short_formats(run: RunConfig | None, device: str = "") -> ShortFormats | Non
 def model_states(
     model: nn.Module, *, world_size: int = 1, formats: ShortFormats | None = None
 ) -> Bytes:
-    """What one process keeps with Adam, without activations.
-
-    Among several processes DDP keeps gradients twice, in the buckets that it reduces, too.
-    """
+    """What one process keeps with Adam, without activations."""
     if formats is not None:
         return _short_states(model, world_size, formats)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
@@ -208,6 +191,7 @@ def model_states(
         parameters=sum(size for size, _ in sizes),
         gradients=trained_bytes,
         optimizer=2 * trained_bytes,  # Adam's two moments
+        # DDP keeps gradients twice, in the buckets that it reduces, too.
         buckets=trained_bytes if world_size > 1 else 0,
     )
 

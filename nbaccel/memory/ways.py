@@ -186,18 +186,16 @@ class CandidateFinder:
         found: list[Candidate] = []
         for variant in way.configs:
             candidate = self._evaluate(variant, samples)
-            recomputes = variant.activation_checkpointing and not config.activation_checkpointing
-            found.append(
-                replace(
-                    candidate,
-                    name=way.name,
-                    placement=way.placement,
-                    refusal=way.refusal or candidate.refusal,
-                    recomputes=recomputes,
-                )
+            candidate = replace(
+                candidate,
+                name=way.name,
+                placement=way.placement,
+                refusal=way.refusal or candidate.refusal,
+                recomputes=variant.activation_checkpointing and not config.activation_checkpointing,
             )
             if candidate.need is not None and (candidate.fits or way.refusal):
-                return found[-1]
+                return candidate
+            found.append(candidate)
         if not found:
             raise InternalError(f"The way to train {way.name!r} has no settings.")
         return next((one for one in found if one.need is not None), found[-1])
@@ -335,10 +333,9 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         if best is not None:
             if passes != accumulation:
                 why = (*why, f"batches of {samples}: larger ones do not fit")
-            not_chosen = [
-                f"{one.name}: {one.reason}" for one in candidates if one.reason and one is not best
-            ]
-            first = _proposal(best, why, not_chosen[:_MAX_NOT_CHOSEN], samples, finder)
+            rest = [one for one in candidates if one.reason and one is not best]
+            not_chosen = [f"{one.name}: {one.reason}" for one in rest[:_MAX_NOT_CHOSEN]]
+            first = _proposal(best, why, not_chosen, samples, finder)
             leaner = _leaner(finder, in_round, best, samples)
             others = [] if leaner is None else [_proposal(leaner, why, [], samples, finder)]
             return (first, *others)
@@ -403,11 +400,8 @@ def _leaner(
         return None
     if finder.can_checkpoint:
         config = config.changed(activation_checkpointing=True)
-    roomy = [
-        candidate
-        for candidate in finder.find(config, samples=samples)
-        if candidate.can_be_taken and not _is_tight(candidate)
-    ]
+    found = finder.find(config, samples=samples)
+    roomy = [one for one in found if one.can_be_taken and not _is_tight(one)]
     leaner = min(roomy, key=rank_of, default=None)
     return None if leaner is None else replace(leaner, reason=beside(leaner, best))
 

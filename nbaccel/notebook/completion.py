@@ -130,12 +130,8 @@ class Completion:
         options = magic_line.options_of(subcommand)
         *words_before, last_word = re.split(r"\s+", typed_options.lstrip()) or [""]
         typed_flag, sign, typed_part = last_word.partition("=")
-        if (
-            sign
-            and (magic_option := magic_line.find_option(options, typed_flag))
-            and magic_option.value
-        ):
-            return self._values(magic_option, typed_part)
+        if sign and (option := magic_line.find_option(options, typed_flag)) and option.value:
+            return self._values(option, typed_part)
         previous = magic_line.find_option(options, words_before[-1]) if words_before else None
         if previous is not None and previous.value:
             return self._values(previous, last_word)
@@ -145,13 +141,9 @@ class Completion:
             names = self._worker_names(typed_part) if subcommand == "pull" else self._own_names()
             return _beginning(names, typed_part, "variable")
         written = [magic_line.find_option(options, word) for word in words_before]
-        open_flags = [
-            flag
-            for option in options
-            for flag in (*option.flags, option.negative)
-            if option not in written and flag.startswith("--")
-        ]
-        return _beginning(open_flags, last_word, "option")
+        unwritten = [one for one in options if one not in written]
+        flags = [flag for one in unwritten for flag in (*one.flags, one.negative)]
+        return _beginning([flag for flag in flags if flag.startswith("--")], last_word, "option")
 
     def _values(self, option: magic_line.MagicOption, typed_part: str) -> Matches:
         if option.name == "config":

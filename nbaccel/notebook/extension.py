@@ -24,16 +24,10 @@ from nbaccel.base.errors import ConfigError, WorkerFailed
 from nbaccel.base.log import write_notice
 from nbaccel.calls.pool_planning import CellSource
 from nbaccel.config.given_values import closest
+from nbaccel.notebook import magic_line
 from nbaccel.notebook.cells import Cells
 from nbaccel.notebook.completion import Completion, inspect_workers
-from nbaccel.notebook.magic_line import (
-    SUBCOMMANDS,
-    MagicLine,
-    cell_manual,
-    line_manual,
-    read_magic_line,
-    subcommand_manual,
-)
+from nbaccel.notebook.magic_line import MagicLine, cell_manual, line_manual
 from nbaccel.notebook.session import Session, import_with_torch
 from nbaccel.output import publish
 from nbaccel.output.panel.facts import ENDED_RUNS
@@ -158,8 +152,8 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
     @no_var_expand
     def accelerate(line: str, cell: str) -> None:
         recorder.as_written()
-        magic_line = _read_line(session, line)
-        if magic_line.help:
+        asked = _read_line(session, line)
+        if asked.help:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
@@ -168,7 +162,7 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
                 "%%accelerate --help for the options."
             )
         else:
-            _run_cell(session, magic_line, recorder.source(line, cell))
+            _run_cell(session, asked, recorder.source(line, cell))
 
     accelerate.__doc__ = cell_manual()
     return accelerate
@@ -187,9 +181,9 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
             session.push(_required_names(line, "push", "model"), line.ranks)
         ),
         "config": lambda line: _show_config(session, line),
-        "report": lambda _: _latest_report(),
-        "runs": lambda _: _earlier_runs(),
-        "traceback": lambda _: _print_traceback(),
+        "report": _latest_report,
+        "runs": _earlier_runs,
+        "traceback": _print_traceback,
         "help": lambda _: print(line_manual()),
     }
 
@@ -200,14 +194,14 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
         if typed_word in ("-h", "--help"):
             print(line_manual())
             return None
-        subcommand_name = typed_word or "status"
-        if subcommand_name not in actions:
-            raise _unknown_subcommand(subcommand_name, typed_options)
-        magic_line = _read_line(session, typed_options, subcommand_name)
-        if magic_line.help:
-            print(subcommand_manual(subcommand_name))
+        name = typed_word or "status"
+        if name not in actions:
+            raise _unknown_subcommand(name, typed_options)
+        asked = _read_line(session, typed_options, name)
+        if asked.help:
+            print(magic_line.subcommand_manual(name))
             return None
-        return actions[subcommand_name](magic_line)
+        return actions[name](asked)
 
     accelerate.__doc__ = line_manual()
     return accelerate
@@ -229,7 +223,7 @@ def _read_line(session: Session, text: str, subcommand: str = "") -> MagicLine:
     # A cell's options are compared with the running workers', a restart's with the next start's.
     pool = None if subcommand else session.living_pool
     config = session.config if pool is None else pool.config
-    return read_magic_line(
+    return magic_line.read_magic_line(
         text, base_config=config, namespace=session.shell.user_ns, subcommand=subcommand
     )
 
@@ -249,7 +243,7 @@ def _show_config(session: Session, line: MagicLine) -> None:
     print(session.config_text())
 
 
-def _latest_report() -> RunReport:
+def _latest_report(_line: MagicLine) -> RunReport:
     """What IPython shows, or binds: `report = %accelerate report`."""
     if not ENDED_RUNS:
         raise ConfigError(
@@ -259,7 +253,7 @@ def _latest_report() -> RunReport:
     return report_of(ENDED_RUNS[-1], "%accelerate report")
 
 
-def _earlier_runs() -> RunComparison | None:
+def _earlier_runs(_line: MagicLine) -> RunComparison | None:
     runs = [facts_of(run, run.plan) for run in ENDED_RUNS if run.plan is not None]
     if not runs:
         print("No launch and no cell of %%accelerate has run in this notebook.")
@@ -267,7 +261,7 @@ def _earlier_runs() -> RunComparison | None:
     return RunComparison(runs[-_MOST_RUNS:])
 
 
-def _print_traceback() -> None:
+def _print_traceback(_line: MagicLine) -> None:
     from nbaccel.calls import outcome  # imports torch, which a notebook may not need
 
     if not outcome.LATEST_FAILURE:
@@ -300,7 +294,7 @@ def _unknown_subcommand(word: str, options: str) -> ConfigError:
             f"unclear what to do. Write %accelerate restart {word} {options}".rstrip()
             + ", or %%accelerate above the code of a cell."
         )
-    names = [subcommand.name for subcommand in SUBCOMMANDS]
+    names = [subcommand.name for subcommand in magic_line.SUBCOMMANDS]
     text = closest(word, names) or f" They are: {', '.join(names)}."
     return ConfigError(f"%accelerate has no subcommand {word!r}: nothing was done.{text}")
 

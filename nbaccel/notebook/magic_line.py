@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun, number_ranges
 from nbaccel.config import RunConfig
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import closest, shown
 from nbaccel.config.text_forms import changed_settings
 
@@ -253,14 +254,12 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
 def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
     """Refuse names that the notebook does not have."""
     names = [name for name in namespace if not name.startswith("_")]
-    mistakes = [
+    refuse_mistakes(
         f"The notebook has no variable {name!r}: there is nothing to send."
         + (closest(name, names) or " Give the name of a variable of the notebook.")
         for name in wanted_names
         if name not in namespace
-    ]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    )
 
 
 def ranks_as_text(ranks: Sequence[int]) -> str:
@@ -288,19 +287,20 @@ class _LineReader:
 
     def line(self, base_config: RunConfig) -> MagicLine:
         """The settings that they give, if nothing is wrong."""
-        settings = {
-            name: value for name, value in self.found.items() if name in RunConfig.model_fields
-        }
+        settings = {name: one for name, one in self.found.items() if name in RunConfig.model_fields}
         # Every part adds to `mistakes`; they are raised together at the end.
         ranks = self._ranks(self.found.get("ranks"))
         out_names = self._out(self.found.get("out"))
         named_config = self._config(self.found.get("config"))
-        config = self._wanted(base_config if named_config is None else named_config, settings)
+        config = base_config if named_config is None else named_config
+        try:
+            config = config.changed(**settings) if settings else config
+        except ConfigError as error:
+            self.mistakes += error.mistakes
         if named_config is not None:
             self._compare(named_config, config, settings)
-        if self.mistakes:
-            # Each once: a setting's mistake may be reported by several parts.
-            raise ConfigError(*dict.fromkeys(self.mistakes))
+        # Each once: a setting's mistake may be reported by several parts.
+        refuse_mistakes(dict.fromkeys(self.mistakes))
         return MagicLine(
             wanted=config,
             # A config that is named gives all settings, so all are compared with the workers'.
@@ -440,26 +440,18 @@ class _LineReader:
         )
         return None
 
-    def _wanted(self, config: RunConfig, settings: dict[str, Any]) -> RunConfig:
-        try:
-            return config.changed(**settings) if settings else config
-        except ConfigError as error:
-            self.mistakes += error.mistakes
-            return config
-
     def _compare(
         self, named_config: RunConfig, wanted_config: RunConfig, settings: dict[str, Any]
     ) -> None:
+        variable = self.found["config"]
         for name in settings:
             line_value = getattr(wanted_config, name)
             config_value = getattr(named_config, name)
             if line_value != config_value:
-                variable = self.found["config"]
                 self.mistakes.append(
                     f"{name} is {config_value!r} in {variable} and {line_value!r} "
                     "on the line: one would silently override the other. Leave it out here, or "
-                    f"change it there: {variable} = "
-                    f"{variable}.changed({name}={line_value!r})."
+                    f"change it there: {variable} = {variable}.changed({name}={line_value!r})."
                 )
 
     def _expanded(self, word: str) -> str:
@@ -486,10 +478,8 @@ def _has_config(value: Any) -> bool:
         return True
     # Of other packages' objects only plain attributes are read: a property may run any code.
     is_ours = type(value).__module__.partition(".")[0] == "nbaccel" and not isinstance(value, type)
-    return isinstance(
-        getattr(value, "config", None) if is_ours else getattr(value, "__dict__", {}).get("config"),
-        RunConfig,
-    )
+    config = getattr(value, "__dict__", {}).get("config")
+    return isinstance(getattr(value, "config", None) if is_ours else config, RunConfig)
 
 
 def _is_flag(word: str) -> bool:
@@ -583,7 +573,6 @@ def _manual_row(head: str, meaning: str) -> str:
     """One entry: what is written, and next to it or below what it means."""
     width = _MANUAL_CHARS - _COLUMN_CHARS - 2
     lines = textwrap.wrap(meaning, width, break_on_hyphens=False)
-    first = [head]
     if len(head) <= _COLUMN_CHARS - 2:
-        first = [f"{head:<{_COLUMN_CHARS}}{lines.pop(0)}"]
-    return f"\n{' ' * (_COLUMN_CHARS + 2)}".join([f"  {first[0]}", *lines])
+        head = f"{head:<{_COLUMN_CHARS}}{lines.pop(0)}"
+    return f"\n{' ' * (_COLUMN_CHARS + 2)}".join([f"  {head}", *lines])

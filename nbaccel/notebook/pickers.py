@@ -241,11 +241,8 @@ class Picker(HasTraits):
         text = rendering.picker_text(model, self._panels)
         parts = []
         if tuple(self._panels) == PANELS:
-            parts = [
-                rendering.trained_html(model),
-                rendering.machine_html(model),
-                rendering.fits_html(model, is_live=False),
-            ]
+            parts += [rendering.trained_html(model), rendering.machine_html(model)]
+            parts.append(rendering.fits_html(model, is_live=False))
             if rows := [*rendering.shown_rows(model)]:
                 parts.append(rendering.table_html(rows))
             parts.append(rendering.taken_html(model))

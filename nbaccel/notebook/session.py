@@ -165,13 +165,12 @@ class Session:
 
     def settings_text(self) -> str:
         """The settings for the next start, and those in which the present workers differ."""
-        lines = [f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"]
+        text = f"Next start: {self.config!r}{', process group joined' if self.dist else ''}"
         pool = self.living_pool
-        differing = [] if pool is None else self._differing(pool, self.config)
-        if pool is not None and differing:
-            values = [f"{name}={_effective_value(pool.plan, name)!r}" for name in differing]
-            lines.append(f"The workers run with {', '.join(values)} until %accelerate restart.")
-        return "\n".join(lines)
+        if pool is None or not (differing := self._differing(pool, self.config)):
+            return text
+        values = [f"{name}={_effective_value(pool.plan, name)!r}" for name in differing]
+        return f"{text}\nThe workers run with {', '.join(values)} until %accelerate restart."
 
     def absence_text(self) -> str:
         """The text where there are no workers."""
@@ -211,10 +210,8 @@ class Session:
     def _refuse_other(self, pool: Pool, line: magic_line.MagicLine) -> None:
         differing = self._differing(pool, line.wanted, line.given)
         mistakes = [
-            f"The workers run with {name}="
-            f"{_effective_value(pool.plan, name)!r}: got "
-            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as "
-            "they live."
+            f"The workers run with {name}={_effective_value(pool.plan, name)!r}: got "
+            f"{getattr(line.wanted, name)!r}. Workers keep their settings as long as they live."
             for name in differing
         ]
         if line.dist and not self.dist:
@@ -234,16 +231,10 @@ class Session:
         pool: Pool, config: RunConfig, setting_names: Iterable[str] = RunConfig.model_fields
     ) -> list[str]:
         """Settings that the workers do not have; where the plan chooses, by what it chose."""
-        names = [
-            name for name in setting_names if getattr(config, name) != getattr(pool.config, name)
-        ]
+        names = [n for n in setting_names if getattr(config, n) != getattr(pool.config, n)]
         # Planning inspects the machine, which a cell without changed settings need not wait for.
         plan = plan_pool(config) if names else pool.plan
-        return [
-            name
-            for name in names
-            if _effective_value(plan, name) != _effective_value(pool.plan, name)
-        ]
+        return [n for n in names if _effective_value(plan, n) != _effective_value(pool.plan, n)]
 
     def _bind(self, pool: Pool, values: dict[str, Any]) -> None:
         """Bind what came from the workers, without sending it back as a change of the notebook."""

@@ -19,13 +19,8 @@ _COMMON_FIELDS = {
     "precision": ("mixed_precision",),
     "zero": ("gradient_accumulation_steps", "activation_checkpointing"),
     "launch": (
-        "device",
-        "num_processes",
-        "start_method",
-        "num_nodes",
-        "node_rank",
-        "master_addr",
-        "use_port",
+        *("device", "num_processes", "start_method"),
+        *("num_nodes", "node_rank", "master_addr", "use_port"),
     ),
 }
 # Settings whose options are rows of the catalogue, which have meanings.
@@ -37,10 +32,7 @@ _ROWS_OF: dict[str, Sequence[Any]] = {
     "strategy": STRATEGIES,
 }
 _EVERYDAY_FIELDS = (
-    "gradient_accumulation_steps",
-    "activation_checkpointing",
-    "fp8.backend",
-    "fp8.recipe",
+    *("gradient_accumulation_steps", "activation_checkpointing", "fp8.backend", "fp8.recipe"),
 )
 _FIELD_LABELS = {
     "mixed_precision": "Precision",
@@ -96,11 +88,8 @@ PANELS = ("precision", "zero", "launch")
 
 @cache
 def _forms_by_setting() -> dict[str, SettingsForm]:
-    return {
-        setting.name: settings_form
-        for settings_form in settings_forms()
-        for setting in settings_form.settings()
-    }
+    forms = settings_forms()
+    return {setting.name: form for form in forms for setting in form.settings()}
 
 
 def form_of(name: str) -> SettingsForm | None:
@@ -173,8 +162,7 @@ def _options_of(name: str, words: Sequence[Any]) -> tuple[ChoiceOption, ...]:
         )
         for row in rows
     )
-    is_of_fp8 = name == "fp8.backend"
-    meaning = "What is installed." if is_of_fp8 else "Chosen to suit this machine."
+    meaning = "What is installed." if name == "fp8.backend" else "Chosen to suit this machine."
     return (ChoiceOption("auto", "auto", meaning), *options) if "auto" in words else options
 
 

@@ -64,16 +64,13 @@ class Form:
         """A widget of a kind, with values of its traits."""
         values["layout"] = self._layout if issubclass(kind, (w.Box, w.HTML)) else self._width
         if not issubclass(kind, w.Box):
-            values["style"] = self._style_of(kind)
+            if kind not in self._styles:
+                width = {"description_width": "190px"} if kind in (w.Text, w.Dropdown) else {}
+                # The class that this kind takes: ipywidgets 8 has more of them than 7.
+                self._styles[kind] = kind.class_traits()["style"].klass(**width)
+            values["style"] = self._styles[kind]
         # As an argument, which `repr` of a widget writes as well; `add_class` sends each.
         return kind(**values, _dom_classes=css_classes)
-
-    def _style_of(self, kind: Any) -> w.Widget:
-        if kind not in self._styles:
-            width = {"description_width": "190px"} if kind in (w.Text, w.Dropdown) else {}
-            # The class that this kind takes: ipywidgets 8 has more of them than 7.
-            self._styles[kind] = kind.class_traits()["style"].klass(**width)
-        return self._styles[kind]
 
     def new_html(self, html_text: str = "", *css_classes: str) -> w.HTML:
         """Text; none where it is to be filled."""
@@ -316,9 +313,7 @@ class ListField(SettingField):
         self._note.value = self._explain(refusal, reasons=lines, shows_outcome=is_truth)
 
     def _truths(self) -> list[tuple[str, Any]]:
-        truths: list[tuple[str, Any]] = [
-            (word, value) for value, word in rendering.TRUTH_WORDS.items()
-        ]
+        truths = [(word, value) for value, word in rendering.TRUTH_WORDS.items()]
         if not self.setting.may_be_open and self.setting.default in rendering.TRUTH_WORDS:
             return truths  # such a field always holds one of the two
         text = rendering.default_text_of(self._model, self.setting)
@@ -342,9 +337,8 @@ class LineField(SettingField):
         if not self.messages:  # refused text stays, to be corrected
             self._line.value = as_text(value)
         self._line.disabled = bool(refusal)
-        self._line.placeholder = (
-            rendering.outcome_of(self._model, self.setting).value or _OPEN_LABEL
-        )
+        outcome = rendering.outcome_of(self._model, self.setting)
+        self._line.placeholder = outcome.value or _OPEN_LABEL
         self._note.value = self._explain(refusal, shows_outcome=True)
 
 

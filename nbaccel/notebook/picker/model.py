@@ -464,10 +464,8 @@ class PickerModel:
     def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
-            sizes = (
-                form.batch_size(form.document(config) or {})
-                for form in settings_form.settings_forms()
-            )
+            forms = settings_form.settings_forms()
+            sizes = (form.batch_size(form.document(config) or {}) for form in forms)
             model.activation_bytes(config, next(filter(None, sizes), None))
 
 
@@ -476,11 +474,9 @@ _MULTI_NODE_FIELDS = (
 )
 
 
-def _plan_or_problems(
-    config: RunConfig, inventory: Inventory
-) -> tuple[Plan | None, tuple[str, ...]]:
+def _plan_or_problems(config: RunConfig, machine: Inventory) -> tuple[Plan | None, tuple[str, ...]]:
     try:
-        return resolve(config, inventory), ()
+        return resolve(config, machine), ()
     except ConfigError as error:
         return None, error.mistakes
     except NbaccelError as error:

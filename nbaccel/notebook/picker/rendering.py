@@ -94,9 +94,8 @@ def value_with_unit(value: Any, unit_name: str) -> str:
     if not isinstance(value, (int, float)):
         return str(value)
     if value == 1:
-        unit_name = _SINGULAR_UNITS.get(
-            unit_name, unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
-        )
+        singular = unit_name.removesuffix("s") if len(unit_name) > 1 else unit_name
+        unit_name = _SINGULAR_UNITS.get(unit_name, singular)
     return f"{value:,} {unit_name}".rstrip()
 
 

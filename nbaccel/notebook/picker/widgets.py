@@ -20,18 +20,10 @@ import ipywidgets as w
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.memory.settings_form import settings_forms
-from nbaccel.notebook.picker import rendering
+from nbaccel.notebook.picker import fields, rendering
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings, taken_settings, title_of
 from nbaccel.notebook.picker.config_text import TextMistake, mistakes_by_setting, mistakes_in_text
-from nbaccel.notebook.picker.fields import (
-    FieldLook,
-    FoldedSection,
-    Form,
-    SettingField,
-    Toggles,
-    field_for,
-    toggle_class,
-)
+from nbaccel.notebook.picker.fields import FoldedSection, Form, SettingField, toggle_class
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
@@ -72,19 +64,30 @@ class ConfigEditor:
         self._check()
 
     def _make(self) -> list[w.Widget]:
-        self._text = self._form.make(
+        form = self._form
+        make = form.make
+        self._text = make(
             *(w.Textarea, "nbaccel-text"),
             description="Configuration",
             placeholder="a DeepSpeed configuration or a RunConfig, as JSON or YAML",
         )
-        self._form.hear(self._text, "value", lambda _: self._on_typed())
-        self._told = self._form.new_html("", "nbaccel-text-mistakes")
-        form = self._form
+        form.hear(self._text, "value", lambda _: self._on_typed())
+        self._told = form.new_html("", "nbaccel-text-mistakes")
         self._apply = form.new_button(
             "Apply", "nbaccel-apply", lambda: self._take(self._text.value + "\n")
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
-        self._make_file_widgets()
+        self._upload = make(
+            *(w.FileUpload, "nbaccel-upload"),
+            description="Upload a file",
+            accept=".json,.yaml,.yml",
+            icon="",  # Notebook 7 cannot load the font of its icons
+        )
+        self._upload.observe(lambda change: self._on_upload(change.new), "value")
+        self._path = make(w.Text, "nbaccel-path", description="File", placeholder="ds_config.json")
+        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
+        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
+        self._errors = form.new_html("", "nbaccel-load-errors")
         load = form.new_button("Load", "nbaccel-load", lambda: self._open(self._read_path))
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
@@ -99,21 +102,6 @@ class ConfigEditor:
 
     def _read_path(self) -> str:
         return Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-
-    def _make_file_widgets(self) -> None:
-        make = self._form.make
-        self._upload = make(
-            *(w.FileUpload, "nbaccel-upload"),
-            description="Upload a file",
-            accept=".json,.yaml,.yml",
-            icon="",  # Notebook 7 cannot load the font of its icons
-        )
-        self._upload.observe(lambda change: self._on_upload(change.new), "value")
-        example = "ds_config.json"
-        self._path = make(w.Text, "nbaccel-path", description="File", placeholder=example)
-        self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
-        self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
-        self._errors = self._form.new_html("", "nbaccel-load-errors")
 
     def _on_typed(self) -> None:
         if self._timer is not None:
@@ -175,9 +163,8 @@ class ConfigEditor:
         try:
             text = read_text()
         except (OSError, UnicodeDecodeError) as error:
-            self._errors.value = rendering.error_html(
-                [f"The file cannot be read: {error}. Give the path of a JSON or YAML file."]
-            )
+            mistake = f"The file cannot be read: {error}. Give the path of a JSON or YAML file."
+            self._errors.value = rendering.error_html([mistake])
             return
         self._errors.value = ""
         self._write(text)
@@ -187,9 +174,8 @@ class ConfigEditor:
     def _on_save(self) -> None:
         path = self._target.value.strip()
         name = str(self._faces.value)
-        mistakes = self._form.carry_out(
-            lambda: self._model.save(path, name), done=f"Saved to {path} as {name}."
-        )
+        done = f"Saved to {path} as {name}."
+        mistakes = self._form.carry_out(partial(self._model.save, path, name), done=done)
         self._errors.value = rendering.error_html(mistakes)
 
 
@@ -207,7 +193,7 @@ class FacesPanel:
         self._names = (*self._not_chosen, *_RUN_FACES, _RESOLVED_FACE)
         self._picked = self._names[0]
         self._text: w.HTML | None = None
-        self._toggles = Toggles(form, self._pressed)
+        self._toggles = fields.Toggles(form, self._pressed)
 
     def make(self) -> list[w.Widget]:
         """Its widgets, when it is opened."""
@@ -249,7 +235,7 @@ class CandidateStrip:
         # What the buttons stand for, in their order.
         self._shown: tuple[Candidate, ...] = ()
         self._heading = form.new_html("", "nbaccel-strip-head")
-        self._buttons = Toggles(form, self._pressed)
+        self._buttons = fields.Toggles(form, self._pressed)
         self._names = form.new_box([], "nbaccel-options", "nbaccel-candidates")
         self._bars = form.new_html("", "nbaccel-bars")
         label = form.new_html(rendering.label_html("Ways to train", is_hidden=True))
@@ -263,10 +249,6 @@ class CandidateStrip:
         toggle_class(self._strip, "nbaccel-awaited", model.is_memory_postponed)
         self._heading.value = rendering.fits_html(model)
         rows = [*rendering.shown_rows(model)]
-        self._sync_buttons(rows)
-        self._bars.value = rendering.table_html(rows) if rows else ""
-
-    def _sync_buttons(self, rows: Sequence[rendering.BarRow]) -> None:
         buttons = self._buttons.buttons
         for number in range(len(buttons), len(rows)):
             self._buttons.add(number, "", "", f"nbaccel-candidate-{number}")
@@ -280,6 +262,7 @@ class CandidateStrip:
             button.disabled = row.is_refused
             button.tooltip = _candidate_text(candidate)
         self._buttons.show(next((n for n, row in enumerate(rows) if row.is_chosen), None))
+        self._bars.value = rendering.table_html(rows) if rows else ""
 
     def _pressed(self, number: int, is_on: bool) -> None:
         if is_on and number < len(self._shown):
@@ -325,12 +308,10 @@ class AllSettings:
         search.observe(lambda change: self._find(change.new), "value")
         self._found_count = self._form.new_html("", "nbaccel-found-count")
         self._found = self._form.new_box([], "nbaccel-found")
-        panels = [
-            self._form.new_box(
-                self.sections_of(name, settings(name)), *("nbaccel-panel", f"nbaccel-panel-{name}")
-            )
-            for name in self._panels
-        ]
+        panels = []
+        for name in self._panels:
+            inside = self.sections_of(name, settings(name))
+            panels.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
         self._list = self._form.new_box(panels, "nbaccel-listed")
         return [search, self._found_count, self._found, self._list]
 
@@ -472,7 +453,13 @@ class PickerView:
     ) -> tuple[str, ...]:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:
-            self._forget(field)
+            # Messages of earlier mistakes go; a field whose text is still wrong keeps its own.
+            for told_field in self._told_elsewhere:
+                told_field.tell(())
+            self._told_elsewhere = []
+            self._said = self._wrong = ()
+            if field is not None:
+                field.messages = ()  # the text stays visible until the next attempt is judged
             mistakes: tuple[str, ...] = ()
             try:
                 action()
@@ -490,23 +477,11 @@ class PickerView:
             self._tell()
             return mistakes
 
-    def _forget(self, field: SettingField | None) -> None:
-        """Remove messages of earlier mistakes; a field whose text is still wrong keeps its own."""
-        for told_field in self._told_elsewhere:
-            told_field.tell(())
-        self._told_elsewhere = []
-        self._said = self._wrong = ()
-        if field is not None:
-            field.messages = ()  # the text stays visible until the next attempt is judged
-
     def _place(self, error: ConfigError, field: SettingField | None) -> None:
         others: list[str] = []
+        visible = [one for one in self._all_fields() if one.is_visible and one is not field]
         for name, messages in mistakes_by_setting(error).items():
-            named = [
-                one
-                for one in self._all_fields()
-                if one.setting.name == name and one is not field and one.is_visible
-            ]
+            named = [one for one in visible if one.setting.name == name]
             others += [] if named else messages
             # The field's own messages come first.
             for named_field in (one for one in named if not one.messages):
@@ -579,12 +554,12 @@ class PickerView:
             boxes.append(self._form.new_box(inside, "nbaccel-panel", f"nbaccel-panel-{name}"))
         return [self._form.new_box(boxes), self._messages]
 
-    def _field(self, setting: Setting, look: FieldLook) -> SettingField:
-        new_field = field_for(setting, self._form, look)
+    def _field(self, setting: Setting, look: fields.FieldLook) -> SettingField:
+        new_field = fields.field_for(setting, self._form, look)
         self._first.append(new_field)
         return new_field
 
     def _listed_field(self, setting: Setting) -> SettingField:
         if setting.name not in self._listed:
-            self._listed[setting.name] = field_for(setting, self._form)
+            self._listed[setting.name] = fields.field_for(setting, self._form)
         return self._listed[setting.name]
