@@ -125,7 +125,7 @@ def made_in(model: Any) -> str | None:
 
 
 def hidden_size(model: Any) -> tuple[int | None, str]:
-    """The width of a model, and where it was found: by the published rule, else measured."""
+    """The width of a model and where it was found: in its `config`, else its widest layer's."""
     config = getattr(model, "config", None)
     holders = {"config": config, "config.text_config": getattr(config, "text_config", None)}
     for path, holder in holders.items():

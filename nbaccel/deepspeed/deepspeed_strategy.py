@@ -509,7 +509,7 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
             f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
             "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
         )
-    if any(isinstance(optimizer, EngineOptimizer) for optimizer in optimizers):
+    if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(
             "prepare got the engine of another Accelerator, which cannot be taken apart. Make "
             "model and optimizer anew before: run their cell again."
