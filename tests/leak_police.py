@@ -46,7 +46,7 @@ SHM = Path("/dev/shm")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 # Threads that a library starts once and keeps, by the module of their class.
-SINGLETON_THREADS = {
+SINGLETONS = {
     "tqdm._monitor": "one monitor serves all bars of a process",
     "zmq.utils.garbage": "one collector serves all zero-copy messages of a process",
     "IPython.core.history": "the shell's history writer lives as long as the shell",
@@ -143,7 +143,7 @@ def observe(last: World | None = None) -> World:
     return World(
         processes=processes,
         num_starts=num_starts,
-        threads=frozenset(t for t in threading.enumerate() if not _is_singleton(t)),
+        threads=frozenset(t for t in threading.enumerate() if type(t).__module__ not in SINGLETONS),
         environ={k: v for k, v in os.environ.items() if k not in IMPORT_TIME_VARIABLES},
         ports=frozenset(_listening_ports(psutil.Process())),
         ports_of_processes=ports_of_processes,
@@ -215,10 +215,6 @@ def _came_from_here(identity: Identity) -> bool:
         return same and (theirs / "environ").read_bytes() == (ours / "environ").read_bytes()
     except OSError:  # another user's, or gone meanwhile
         return False
-
-
-def _is_singleton(thread: threading.Thread) -> bool:
-    return type(thread).__module__ in SINGLETON_THREADS
 
 
 def _listening_ports(process: psutil.Process) -> Iterator[tuple[str, int]]:
@@ -379,8 +375,13 @@ def clean_up(before: World) -> None:
         _end(identity)
     for name in after.segments - before.segments:
         if not _held_by_a_stranger(name):
-            _remove(SHM / name)
-    _restore_environ(before.environ)
+            if (SHM / name).is_dir():
+                shutil.rmtree(SHM / name)
+            else:
+                (SHM / name).unlink(missing_ok=True)
+    for variable in os.environ.keys() - before.environ.keys() - IMPORT_TIME_VARIABLES.keys():
+        del os.environ[variable]
+    os.environ.update(before.environ)
     for number in SIGNALS:
         if before.handlers[number] is not None:  # None: set by C code, Python cannot put it back
             signal.signal(number, before.handlers[number])
@@ -390,13 +391,6 @@ def clean_up(before: World) -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _end(identity: Identity) -> None:
     """Kill the process if it lives, and collect it if it is our child."""
     with contextlib.suppress(psutil.Error):
@@ -404,9 +398,3 @@ def _end(identity: Identity) -> None:
         if process.create_time() == identity.started:
             process.kill()
             process.wait(GRACE_S)
-
-
-def _restore_environ(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys() - IMPORT_TIME_VARIABLES.keys():
-        del os.environ[name]
-    os.environ.update(before)

@@ -94,7 +94,9 @@ def pytest_terminal_summary(
             report.toterminal(terminalreporter._tw)
         lines = [f"unsteady: {name}{_what_to_do(name)}" for name in names]
         terminalreporter.write_line("\n".join(lines))
-        _keep(config.rootpath / FOUND, lines)
+        (config.rootpath / FOUND).parent.mkdir(exist_ok=True)
+        with (config.rootpath / FOUND).open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
     return result
 
 
@@ -102,9 +104,3 @@ def _what_to_do(name: str) -> str:
     if LIST.exists() and f"`{name}`" in LIST.read_text(encoding="utf-8"):
         return " (for the second time: mend or delete it)"
     return " (add it to tests/unsteady.md)"
-
-
-def _keep(path: Path, lines: list[str]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")

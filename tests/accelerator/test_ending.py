@@ -81,7 +81,9 @@ def test_accelerators_in_a_row_each_meet_the_others_anew(tmp_path: Path, launche
     script.write_text(IN_A_ROW)
     base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ways = {
         "torchrun": [(run, {})],
         "none": [([sys.executable], {**address, "RANK": str(rank)}) for rank in (0, 1)],
@@ -99,9 +101,3 @@ def test_accelerators_in_a_row_each_meet_the_others_anew(tmp_path: Path, launche
     for rank in ("0", "1"):
         told = "[0, 1, True, 10, 11, True, 20, 21, True, False]"
         assert (tmp_path / rank).read_text() == told
-
-
-def unused_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])

@@ -260,13 +260,6 @@ class Adapted(nn.Module):
         return self.base_layer(values) + self.lora_B(self.lora_A(values))
 
 
-def adapted(model: Tower) -> Tower:
-    model.requires_grad_(False)
-    for number, layer in enumerate(model.layers):
-        model.layers[number] = Adapted(layer)
-    return model
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_adapter_made_on_meta_is_named_before_it_computes(tmp_path, whole):
     torch.manual_seed(0)
@@ -276,7 +269,9 @@ def test_an_adapter_made_on_meta_is_named_before_it_computes(tmp_path, whole):
     else:
         dispatch_model(model, MIXED, offload_dir=tmp_path)
     expected = model(TOKENS)
-    adapted(model)
+    model.requires_grad_(False)
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = Adapted(layer)
     with pytest.raises(ConfigError, match=r"on meta .*layers.\d.lora_A.weight.* before the model"):
         model(TOKENS)
     # As the message says.

@@ -70,9 +70,13 @@ class Server:
         self.folder = home / "notebooks"
         self.folder.mkdir()
         self._log = home / "log.txt"
-        port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}/"
-        _write_settings(home / "settings")
+        for plugin, values in SETTINGS.items():
+            path = home / "settings" / f"{plugin}.jupyterlab-settings"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values))
         options = (
             ["notebook", *CLASSIC_OPTIONS, f"--port={port}", f"--notebook-dir={self.folder}"]
             if classic
@@ -165,11 +169,6 @@ class Server:
         return json.loads(text) if text else None
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def _end(processes: list[psutil.Process]) -> None:
     """Wait for processes that are ending, and kill those that are not."""
     _, alive = psutil.wait_procs(processes, timeout=100)
@@ -199,10 +198,3 @@ def _environment(home: Path) -> dict[str, str]:
         "PYTHONPATH": path,
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
-
-
-def _write_settings(folder: Path) -> None:
-    for plugin, values in SETTINGS.items():
-        path = folder / f"{plugin}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))

@@ -34,12 +34,6 @@ class SlowDataset(TensorDataset):
         return super().__getitem__(index)
 
 
-def make_loader(num_processes: int, dataset_class: type[TensorDataset] = TensorDataset) -> Any:
-    torch.manual_seed(0)
-    inputs = torch.randn(BATCHES * 4 * num_processes, 8)
-    return DataLoader(dataset_class(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
-
-
 class WarmsUp(nn.Linear):
     """Its first forward takes as long as a device that starts."""
 
@@ -61,7 +55,9 @@ def train(
     accelerator = Accelerator()
     model = model_class(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = make_loader(accelerator.num_processes, dataset_class)
+    torch.manual_seed(0)
+    inputs = torch.randn(BATCHES * 4 * accelerator.num_processes, 8)
+    loader = DataLoader(dataset_class(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for inputs, targets in accelerator.progress(loader):
         if accelerator.process_index == slow_rank:
@@ -276,17 +272,12 @@ def go_through(model: nn.Module, wait_s: float = 0.0) -> None:
         time.sleep(wait_s * accelerator.num_processes)
 
 
-def rows_of(text: str) -> dict[str, list[str]]:
-    """Name of a row → its cells."""
-    lines = [line.strip().split("  ") for line in text.splitlines()]
-    return {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
-
-
 def test_two_runs_are_laid_side_by_side(tmp_path):
     one = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 1)
     two = notebook_launcher(go_through, (nn.Linear(4, 2), 0.03), 2)
     compared = nbaccel.compare(one, two)
-    rows = rows_of(str(compared))
+    lines = [line.strip().split("  ") for line in str(compared).splitlines()]
+    rows = {name: [cell.strip() for cell in cells if cell.strip()] for name, *cells in lines}
     assert rows["run"] == ["go_through on 1 worker", "go_through on 2 workers"]
     assert rows["steps"] == ["60", "30"]
     assert all("→" in cell for cell in rows["loss"])

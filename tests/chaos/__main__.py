@@ -52,7 +52,10 @@ def main() -> int:
     if options.render:
         PAGE.write_text(put_into(PAGE.read_text(), render(json.loads(RECORD.read_text()))))
         return 0
-    seed = _seed_of_commit() if options.seed is None else options.seed
+    # Each commit has its own, so that what is found can be found again.
+    commit = selection.git("rev-parse", "HEAD")
+    own_seed = int(commit[:8], 16) if commit else int(time.time())
+    seed = own_seed if options.seed is None else options.seed
     print(f"chaos: {options.moments} moments, seed {seed}", flush=True)
     began = time.monotonic()
     moments = run_notebooks(options.moments, seed, options.jobs)
@@ -64,12 +67,6 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"chaos: {len(moments)} moments, {len(record['faults'])} faults, in {seconds:.0f} s")
     return bool(record["faults"])
-
-
-def _seed_of_commit() -> int:
-    """A number that each commit has its own of, so that what is found can be found again."""
-    commit = selection.git("rev-parse", "HEAD")
-    return int(commit[:8], 16) if commit else int(time.time())
 
 
 def _record(seed: int, moments: list[Moment]) -> dict[str, Any]:

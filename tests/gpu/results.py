@@ -29,12 +29,10 @@ class ResultWriter:
             return
         lines = [f"{report.outcome} {report.duration:.1f} s {report.nodeid}"]
         if not report.passed:
-            lines.append(_reason(report))
+            # Of a skip: file, line, reason.
+            told = (
+                report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longreprtext
+            )
+            lines += [f"    {line}" for line in told.splitlines()]
         with self._path.open("a") as file:
             file.write("\n".join(lines) + "\n")
-
-
-def _reason(report: pytest.TestReport) -> str:
-    # Of a skip: file, line, reason.
-    text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longreprtext
-    return "\n".join(f"    {line}" for line in text.splitlines())

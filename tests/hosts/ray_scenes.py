@@ -175,13 +175,6 @@ def wait_until(is_so: Callable[[], object], timeout_s: float = 150) -> None:
         time.sleep(0.02)
 
 
-def actors_left() -> list[int]:
-    """Once Ray has had time to end the processes of actors that were killed."""
-    with contextlib.suppress(TimeoutError):
-        wait_until(lambda: not actor_processes(), timeout_s=10)
-    return actor_processes()
-
-
 def actor_processes() -> list[int]:
     return [
         process.pid
@@ -211,7 +204,10 @@ def main() -> None:
                 outcome = scenes[name]()
             except BaseException as error:
                 outcome = {"scene failed": f"{type(error).__name__}: {error}"}
-            outcome["actors left"] = actors_left()
+            # Ray takes time to end the processes of actors that were killed.
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: not actor_processes(), timeout_s=10)
+            outcome["actors left"] = actor_processes()
             groups = ray.util.placement_group_table().values()
             outcome["groups left"] = [g for g in groups if g["state"] != "REMOVED"]
             print("SCENE", json.dumps([name, outcome]), flush=True)

@@ -21,10 +21,6 @@ pids, kept, x = os.getpid(), 7, torch.ones(1)
 """
 
 
-def workers_of(kernel: Kernel) -> list[int]:
-    return [int(pid) for pid in kernel.run("print(*pids)").check().stdout.split()]
-
-
 @pytest.fixture(scope="module")
 def alive() -> Iterator[Kernel]:
     """A kernel with two live workers."""
@@ -39,7 +35,8 @@ def test_two_hundred_cells_do_not_grow(alive):
     # A thread of IPython's writes each cell to the history: a journal is open now and then.
     alive.run("get_ipython().history_manager.enabled = False").check()
     alive.run("import torch; model, lr = torch.nn.Linear(64, 64), 0.1").check()
-    processes = [psutil.Process(pid) for pid in (alive.pid, *workers_of(alive))]
+    worker_ids = alive.run("print(*pids)").check().stdout.split()
+    processes = [psutil.Process(int(pid)) for pid in (alive.pid, *worker_ids)]
 
     def cells(count: int) -> None:
         for i in range(count):

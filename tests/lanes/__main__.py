@@ -64,18 +64,13 @@ def render(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for record in records.values():
         counts = record["tests"]
-        versions = [record["versions"][name] or "-" for name in _PACKAGES]
-        versions.append(_tpu_driver(record["versions"]))
+        found = record["versions"]  # records of other lanes may be older than the drivers
+        drivers = [f"{name} {found[key]}" for key, name in _TPU_DRIVERS.items() if found.get(key)]
+        versions = [*(found[name] or "-" for name in _PACKAGES), ", ".join(drivers) or "-"]
         told = f"{counts['passed']} passed, {counts['skipped']} skipped"
         row = [record["title"], *versions, record["front_end"], told, str(record["notebooks"])]
         lines.append(f"| {' | '.join([*row, record['date']])} |")
     return "\n".join(lines)
-
-
-def _tpu_driver(versions: Mapping[str, str]) -> str:
-    """Name and version; records of other lanes may be older than the drivers."""
-    found = [f"{name} {versions[key]}" for key, name in _TPU_DRIVERS.items() if versions.get(key)]
-    return ", ".join(found) or "-"
 
 
 def prepare(name: str, folder: Path) -> Environment:

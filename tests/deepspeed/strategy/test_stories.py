@@ -380,6 +380,8 @@ def wrong(folder: Path) -> dict[str, str]:
     found["backward"] = refusal(
         plain.backward, F.cross_entropy(prepared(values), labels), gradient=1
     )
+    again = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), cpu=True)
+    found["another's engine"] = refusal(again.prepare, prepared, stepper)
     return found
 
 
@@ -552,6 +554,7 @@ def test_a_step_without_the_call_is_clipped_as_the_file_says(told, stage):
         ("load", r"load_state_dict got 1 entries"),
         ("late group", r"comes too late"),
         ("backward", r"backward\(gradient=1\)"),
+        ("another's engine", r"engine of another Accelerator.*run their cell again"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_remedy(told, case, words):
