@@ -547,11 +547,6 @@ def test_a_taken_port_names_its_holder_and_a_free_one_is_used_again(launch):
     assert [addresses for _, addresses in launch(look, use_port="0")] == [["127.0.0.1"]] * 2
 
 
-def taken_and_freed() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 # ------------------------------------------------------------------------- refusals
 
 
@@ -649,7 +644,8 @@ def test_a_worker_that_hangs_at_its_birth_is_ended_and_shown_with_its_stack():
 @pytest.mark.slow
 @isolated(timeout_s=100)
 def test_a_live_process_group_forbids_the_fork():
-    port = taken_and_freed()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     with pytest.raises(UnsafeFork, match=r"(?s)process group is alive.*destroy_process_group"):
         notebook_launcher(workers.nothing, (), 2, start_method="fork")

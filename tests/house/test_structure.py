@@ -66,14 +66,12 @@ def test_a_message_shows_the_value_it_is_about():
     assert not gone, f"allowed here, but raised nowhere: {gone}"
 
 
-def is_broad(handler: ast.ExceptHandler) -> bool:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(k is None or (isinstance(k, ast.Name) and k.id in BROAD) for k in kinds)
-
-
 def unexplained(file: SourceFile) -> Iterator[str]:
     for node in ast.walk(file.tree):
-        if isinstance(node, ast.ExceptHandler) and is_broad(node):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if any(k is None or (isinstance(k, ast.Name) and k.id in BROAD) for k in kinds):
             reason = file.lines[node.lineno - 1].partition("#")[2]
             reason = reason.rpartition("BLE001")[2].strip(" -:")
             if len(reason.split()) < 2:

@@ -100,16 +100,12 @@ def test_the_peak_is_what_a_real_run_allocates(make, x):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         model(x).sum().backward()
     now = peak = 0
-    for event in sorted(memory_events(found), key=lambda event: event[0]):
-        now += event[1]
+    events = found.profiler.kineto_results.events()
+    of_memory = [event for event in events if event.name() == "[memory]"]
+    for event in sorted(of_memory, key=lambda event: event.start_ns()):
+        now += event.nbytes()
         peak = max(peak, now)
     assert expected == pytest.approx(peak, rel=0.1, abs=4096)
-
-
-def memory_events(found):
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
 
 
 def test_the_users_model_and_random_numbers_are_as_before(x):
