@@ -181,10 +181,7 @@ class Preparer(RunDescription):
         return skip_first_batches(dataloader, num_batches)
 
     def _prepare_new(self, new: dict[int, Any], placements: Sequence[bool]) -> dict[int, Any]:
-        new = {
-            place: _optimizer_parts(item)[-1] if isinstance(item, AcceleratedOptimizer) else item
-            for place, item in new.items()
-        }
+        new = {place: _as_given(item) for place, item in new.items()}
         ready = dict(new)
         for place, item in new.items():  # first, because an engine needs the size of a batch
             if isinstance(item, DataLoader):
@@ -347,7 +344,7 @@ class Preparer(RunDescription):
 
 
 def _mark(prepared: Any) -> None:
-    """Say that it is prepared as Accelerate does, for programs that ask; nothing here asks."""
+    """Say that it is prepared as Accelerate does, for programs that ask."""
     vars(prepared)[_MARK] = True
 
 
@@ -408,6 +405,14 @@ def _is_scheduler(given_object: Any) -> bool:
     methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
     is_other = isinstance(given_object, (nn.Module, *_OPTIMIZER_TYPES, type))
     return not is_other and all(callable(getattr(given_object, name, None)) for name in methods)
+
+
+def _as_given(item: Any) -> Any:
+    """What another accelerator has prepared, as that one got it: its settings may differ."""
+    if isinstance(item, AcceleratedOptimizer):
+        return _optimizer_parts(item)[-1]
+    is_its_model = isinstance(item, nn.parallel.DistributedDataParallel) and hasattr(item, _MARK)
+    return item.module if is_its_model else item
 
 
 def _optimizer_parts(optimizer: AcceleratedOptimizer) -> tuple[Any, ...]:

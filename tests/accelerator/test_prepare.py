@@ -212,7 +212,9 @@ def test_what_is_given_twice_or_again_is_prepared_once() -> None:
         again = accelerator.prepare(optimizer)
         plan = accelerator.prepare(scheduler)
         one, two = accelerator.prepare(*[numbers()] * 2)
+        other = Accelerator(cpu=True, mixed_precision="bf16").prepare(first)
         return (
+            type(other.module.forward).__name__,
             first is same,
             stepper is again,
             accelerator.prepare(scheduler) is plan,
@@ -221,7 +223,7 @@ def test_what_is_given_twice_or_again_is_prepared_once() -> None:
             [len(x) for x in (accelerator._models, accelerator._optimizers)],
         )
 
-    assert together(body) == [(True, True, True, True, False, [1, 1])] * 2
+    assert together(body) == [("AutocastForward", True, True, True, True, False, [1, 1])] * 2
 
 
 def test_a_cell_that_runs_again_prepares_what_an_earlier_accelerator_has_prepared() -> None:
