@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -133,14 +134,10 @@ def _ip(*arguments: str) -> None:
 def remote_shell(folder: Path, hosts: list[NamespaceHost]) -> Path:
     """A command in the place of ssh: `remote_shell HOST COMMAND` runs the command on that host."""
     cases = "".join(
-        f'{host.name}|{host.address}) exec {_quoted(host.command("sh", "-c"))} "$*";;\n'
+        f'{host.name}|{host.address}) exec {shlex.join(host.command("sh", "-c"))} "$*";;\n'
         for host in hosts
     )
     script = folder / "remote_shell"
     script.write_text(f'#!/bin/sh\nhost="$1"; shift\ncase "$host" in\n{cases}esac\nexit 255\n')
     script.chmod(0o755)
     return script
-
-
-def _quoted(words: list[str]) -> str:
-    return " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
