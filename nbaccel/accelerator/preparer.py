@@ -120,8 +120,9 @@ class Preparer(RunDescription):
         """
         to_device = self.device_placement if device_placement is None else device_placement
         if isinstance(data_loader, PreparedLoader) and data_loader.is_for(self._run.place):
-            if not self._is_own(data_loader):
-                data_loader.gradient_state = self.gradient_state
+            is_known = any(known is data_loader for known in self._dataloaders)
+            if not (is_known or self._is_own(data_loader)):
+                # Saved with this accelerator, too; where a loop stands is known to all of them.
                 self._dataloaders.append(data_loader)
             return data_loader
         prepared_loader = share_data_loader(
