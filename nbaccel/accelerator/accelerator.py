@@ -229,6 +229,13 @@ class Accelerator(TrainingCheckpoints):
             *models: The models that are trained in the block.
         """
         state = self.gradient_state
+        if state.num_steps > 1 and any(map(self._is_anothers, models)):
+            warnings.warn(
+                f"accumulate got a model of another Accelerator: what that one has prepared knows "
+                f"nothing of gradient_accumulation_steps={state.num_steps}, and its optimizer "
+                "steps at every batch. Give model and optimizer to this one's prepare(), too.",
+                stacklevel=2,
+            )
         state.batches_in_group = 1 if state.sync_gradients else state.batches_in_group + 1
         # A short group at the end steps, too, so the next epoch begins with a whole group.
         if state.sync_with_dataloader and state.end_of_dataloader:

@@ -263,6 +263,9 @@ class Preparer(RunDescription):
                 return optimizer
         return item if isinstance(item, AcceleratedOptimizer) and self._is_own(item) else None
 
+    def _is_anothers(self, model: nn.Module) -> bool:
+        return getattr(model, _MARK, False) and self._prepared_before(model) is None
+
     def _is_own(self, prepared: Any) -> bool:
         """Whether this accelerator prepared it; a cell that is run again gives another one's."""
         return vars(prepared.gradient_state) is vars(self.gradient_state)

@@ -237,13 +237,13 @@ def test_a_cell_that_runs_again_prepares_what_an_earlier_accelerator_has_prepare
     for (batch,) in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            for act in (optimizer.step, scheduler.step, optimizer.zero_grad):
+                act()
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 1 / 2, 1 / 3]
-    assert accelerator._optimizers == [optimizer]
-    assert accelerator._dataloaders == [loader]
+    assert (accelerator._optimizers, accelerator._dataloaders) == ([optimizer], [loader])
+    with pytest.warns(UserWarning, match=r"accumulate got a model of another.*steps=3"):
+        Accelerator(cpu=True, gradient_accumulation_steps=3).accumulate(model)
 
 
 def test_a_model_in_few_bits_that_is_offloaded_cannot_be_trained() -> None:
