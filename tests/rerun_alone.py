@@ -92,15 +92,11 @@ def pytest_terminal_summary(
         for report in terminalreporter.stats["unsteady"]:
             terminalreporter.write_sep("_", report.nodeid)
             report.toterminal(terminalreporter._tw)
-        lines = [f"unsteady: {name}{_what_to_do(name)}" for name in names]
+        known = LIST.read_text(encoding="utf-8") if LIST.exists() else ""
+        advice = ("add it to tests/unsteady.md", "for the second time: mend or delete it")
+        lines = [f"unsteady: {name} ({advice[f'`{name}`' in known]})" for name in names]
         terminalreporter.write_line("\n".join(lines))
         (config.rootpath / FOUND).parent.mkdir(exist_ok=True)
         with (config.rootpath / FOUND).open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     return result
-
-
-def _what_to_do(name: str) -> str:
-    if LIST.exists() and f"`{name}`" in LIST.read_text(encoding="utf-8"):
-        return " (for the second time: mend or delete it)"
-    return " (add it to tests/unsteady.md)"

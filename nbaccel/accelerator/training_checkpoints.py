@@ -75,6 +75,14 @@ class TrainingCheckpoints(Preparer):
         parts = self._checkpoint_parts(leaves_out_frozen=exclude_frozen)
         step = self.step
         num_steps = self.gradient_state.num_steps
+        lists = (parts.models, parts.optimizers, parts.schedulers, parts.loaders, parts.custom)
+        if not any(lists) and not self._checkpoints.save_hooks:
+            warnings.warn(
+                f"save_state({str(folder)!r}) saves random states alone: this Accelerator has "
+                "prepared nothing, and another one's model and optimizer are not saved with it. "
+                "Give them to this one's prepare(), too.",
+                stacklevel=3,
+            )
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(

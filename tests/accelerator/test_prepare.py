@@ -226,7 +226,7 @@ def test_what_is_given_twice_or_again_is_prepared_once() -> None:
     assert together(body) == [("AutocastForward", True, True, True, True, False, [1, 1])] * 2
 
 
-def test_a_cell_that_runs_again_prepares_what_an_earlier_accelerator_has_prepared() -> None:
+def test_a_cell_that_runs_again_prepares_what_an_earlier_one_has_prepared(tmp_path: Path) -> None:
     model = line()
     optimizer = sgd(model, 1.0)
     parts = (model, optimizer, schedule(optimizer), numbers(3, 1))
@@ -242,8 +242,11 @@ def test_a_cell_that_runs_again_prepares_what_an_earlier_accelerator_has_prepare
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 1 / 2, 1 / 3]
     assert (accelerator._optimizers, accelerator._dataloaders) == ([optimizer], [loader])
+    another = Accelerator(cpu=True, gradient_accumulation_steps=3)
     with pytest.warns(UserWarning, match=r"accumulate got a model of another.*steps=3"):
-        Accelerator(cpu=True, gradient_accumulation_steps=3).accumulate(model)
+        another.accumulate(model)
+    with pytest.warns(UserWarning, match=r"saves random states alone: .* has prepared nothing"):
+        another.save_state(tmp_path / "state")
 
 
 def test_a_model_in_few_bits_that_is_offloaded_cannot_be_trained() -> None:
