@@ -127,7 +127,12 @@ def _openmp_runtimes() -> dict[str, Any]:
 
 def pools_that_stay() -> list[str]:
     """Runtimes that cannot give up threads (torch 2.6 brings one), where there may be some."""
-    too_old = [path for path, pause in _openmp_runtimes().items() if pause is None]
+    too_old = [
+        path
+        for path, pause in _openmp_runtimes().items()
+        # Where it may use one thread, it is the caller's own.
+        if pause is None and ctypes.CDLL(path).omp_get_max_threads() > 1
+    ]
     return too_old if too_old and has_native_threads() else []
 
 
