@@ -101,9 +101,9 @@ class MemoryModel:
         else:
             formats = short_formats(config, plan.device)
             world_size = plan.num_processes * inputs["num_nodes"]
-            states = model_states(self.model, world_size=world_size, formats=formats)
             strategy = "data parallel"
             strategy += "" if formats is None else f", fp8 at MS-AMP's {formats.level}"
+            states = self.states(world_size, formats)
             found = torch_estimate(self.shape, strategy=strategy, states=states, **inputs)
         if self.limits.nvme is not None:
             found = replace(found, nvme_free=self.limits.nvme)
@@ -122,6 +122,10 @@ class MemoryModel:
             and not device_row(plan.device).in_host_memory,
             **inputs,
         )
+
+    def states(self, world_size: int, formats: ShortFormats | None) -> Bytes:
+        """Parameters, gradients and optimizer of one process; a file's headers tell them, too."""
+        return model_states(self.model, world_size=world_size, formats=formats)
 
     def activation_bytes(self, config: RunConfig, batch_size: int | None) -> int:
         """What activations need on a device: measured once for each batch and precision."""
