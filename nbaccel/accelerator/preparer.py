@@ -264,6 +264,7 @@ class Preparer(RunDescription):
         return item if isinstance(item, AcceleratedOptimizer) and self._is_own(item) else None
 
     def _is_anothers(self, model: nn.Module) -> bool:
+        """Whether another accelerator prepared a model, and this one did not."""
         return getattr(model, _MARK, False) and self._prepared_before(model) is None
 
     def _is_own(self, prepared: Any) -> bool:

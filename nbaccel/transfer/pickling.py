@@ -318,7 +318,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return torch.UntypedStorage, (0,)
         raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         block = pickle.PickleBuffer(raw.cpu().numpy().data)
-        if on_host and self._sender.shares and (file := torch_private.shared_file(storage)):
+        may_share = on_host and self._sender.shares
+        if may_share and (file := torch_private.shared_file(storage)) is not None:
             # Workers are no children of this process, which could inherit it.
             status, path = os.fstat(file), f"/proc/{os.getpid()}/fd/{file}"
             return _shared_storage, (path, (status.st_dev, status.st_ino), nbytes, block)
