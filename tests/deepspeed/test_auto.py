@@ -195,7 +195,10 @@ def test_defaults_of_a_stand_in_fill_in_and_contradict_nobody():
         "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "weight_decay"), AUTO)}
     }
     params = resolve_auto(open_file, optimizer=optimizer).config.optimizer.params
-    assert params == {"lr": 0.001, "weight_decay": 0}
+    # Plain numbers: checks know no others, and a checkpoint that holds them is refused on loading.
+    assert repr(params) == "{'lr': 0.001, 'weight_decay': 0.0}"
+    assert {type(value) for value in params.values()} == {float}
+    assert type(DummyScheduler(None).warmup_num_steps) is int
     warm["scheduler"]["params"]["warmup_max_lr"] = AUTO
     both = resolve_auto({**file, **warm}, optimizer=optimizer).config
     assert both.scheduler.params["warmup_max_lr"] == 3e-5, "the file's, before a default"

@@ -459,10 +459,11 @@ class DummyOptim:
     ) -> None:
         # A list, because a generator could be read only once.
         self.params = list(params)
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
         self.given = _given({"lr": lr, "weight_decay": weight_decay, **kwargs})
+        # Plain numbers: DeepSpeed writes them into checkpoints, which are read without classes.
+        self.lr = lr if "lr" in self.given else float(lr)
+        self.weight_decay = weight_decay if "weight_decay" in self.given else float(weight_decay)
+        self.kwargs = kwargs
 
 
 class DummyScheduler:
@@ -486,7 +487,7 @@ class DummyScheduler:
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
+        self.given = _given({"warmup_num_steps": warmup_num_steps})
+        self.warmup_num_steps = warmup_num_steps if self.given else int(warmup_num_steps)
         self.lr_scheduler_callable = lr_scheduler_callable
         self.kwargs = kwargs
-        self.given = _given({"warmup_num_steps": warmup_num_steps})
