@@ -284,7 +284,7 @@ def _is_forgotten(lock_path: Path) -> bool:
         # The time, too: a file system may give the number of a removed file to the next one.
         seen.add((status.st_ino, status.st_ctime_ns))
         time.sleep(0.05)  # a build that ends closes its lock first and removes it then
-    if len(seen) == 1 and not _would_be_seen(lock_path):
+    if len(seen) == 1 and not _would_be_seen(lock_path, status.st_uid):
         raise UnsafeMoment(
             f"{lock_path} says that a process builds the operation {lock_path.parent.name}, and "
             "none that can be seen from here does. DeepSpeed would wait for ever. If none does on "
@@ -303,10 +303,10 @@ def _holder_of(lock_path: Path) -> int | None:
     return None
 
 
-def _would_be_seen(path: Path) -> bool:
+def _would_be_seen(path: Path, owner: int) -> bool:
     """Whether a holder of this file must be a process whose files can be listed."""
     # A lock of another user is held by a process of that user, whose files only root can list.
-    if os.geteuid() not in (0, path.stat().st_uid):
+    if os.geteuid() not in (0, owner):
         return False
     # The longest of the mount points that contain the file is the one it is on.
     kinds = {
