@@ -20,6 +20,7 @@ from torch import nn
 
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.weight_files import plain_data
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at
@@ -616,11 +617,8 @@ def _plain_reading() -> Iterator[None]:
         for module_name, class_names in _OWN_CLASSES.items()
         for class_name in class_names
     ]
-    # Leaving the block takes its classes off the list, those too that the user had put there.
-    users_classes = torch.serialization.get_safe_globals()
-    own_classes = [found for found in classes if found and found not in users_classes]
     forced = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": None}
-    with env.applied(forced), torch.serialization.safe_globals(own_classes):
+    with env.applied(forced), plain_data(filter(None, classes)):
         yield
 
 

@@ -272,25 +272,25 @@ def _is_forgotten(lock_path: Path) -> bool:
     """Whether the process that made a lock is gone."""
     # Operations that were built long ago are locked for a moment, too, by each process that loads
     # them, so one look is not enough: the lock must stay the same one, without a holder.
-    seen = set()
+    looks = []
     for _ in range(3):
         try:
-            status = lock_path.stat()
+            looks.append(lock_path.stat())
         except OSError:
             return False  # the build has ended meanwhile
         if (process := _holder_of(lock_path)) is not None:
             _log.info("%s is being built by process %s: DeepSpeed waits", lock_path.parent, process)
             return False
-        # The time, too: a file system may give the number of a removed file to the next one.
-        seen.add((status.st_ino, status.st_ctime_ns))
         time.sleep(0.05)  # a build that ends closes its lock first and removes it then
-    if len(seen) == 1 and not _would_be_seen(lock_path, status.st_uid):
+    # The time, too: a file system may give the number of a removed file to the next one.
+    is_same = len({(look.st_ino, look.st_ctime_ns) for look in looks}) == 1
+    if is_same and not _would_be_seen(lock_path, looks[0].st_uid):
         raise UnsafeMoment(
             f"{lock_path} says that a process builds the operation {lock_path.parent.name}, and "
             "none that can be seen from here does. DeepSpeed would wait for ever. If none does on "
             f"another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
         )
-    return len(seen) == 1
+    return is_same
 
 
 def _holder_of(lock_path: Path) -> int | None:

@@ -56,7 +56,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
-from nbaccel.base.weight_files import Window, archive_problem
+from nbaccel.base.weight_files import Window, archive_problem, plain_data
 from nbaccel.plan.contracts.training import Place
 from nbaccel.strategies import optimizer_shards
 
@@ -219,7 +219,8 @@ def read_metadata(folder: Path) -> Metadata:
 def plain_object(stream: Any) -> Any:
     """Read an entry that is no tensor, as plain data."""
     try:
-        return torch.load(stream, map_location="cpu", weights_only=True)
+        with plain_data():
+            return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch has one exception for everything that it refuses; only the text names the class.
         named = re.search(r"GLOBAL (\S+)", str(error))

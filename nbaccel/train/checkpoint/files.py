@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ from torch import nn
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.trees import names_by_tensor
-from nbaccel.base.weight_files import OLD_TORCH_FORMAT, publishing
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT, plain_data, publishing
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
@@ -38,9 +37,7 @@ def read_torch_file(path: Path, *, allowed: Iterable[Any] = (), **options: Any) 
     """Read what ``torch.save`` wrote, without running code that might be in it."""
     options = {"weights_only": True, "map_location": "cpu", **options}
     try:
-        # Leaving the block takes its classes off the list, those too that the user had put there.
-        user_globals = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals(list({*_numpy_globals(), *allowed} - user_globals)):
+        with plain_data(allowed):
             return torch.load(path, **options)
     except (MemoryError, ModuleNotFoundError):
         raise  # the machine's fault, not the file's
@@ -116,22 +113,6 @@ def why_unreadable(path: Path, error: Exception) -> str:
         "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
         "copy the file again from where it was saved."
     )
-
-
-def _numpy_globals() -> list[Any]:
-    """The names in pickles of numpy arrays and scalars; all of them only hold numbers."""
-    reducers = {
-        "_reconstruct": np.zeros(1).__reduce__()[0],
-        "scalar": np.float64(0).__reduce__()[0],
-    }
-    # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
-    named_reducers = [
-        (reducer, f"numpy.{package_name}.multiarray.{reducer_name}")
-        for reducer_name, reducer in reducers.items()
-        for package_name in ("core", "_core")
-    ]
-    dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return [*named_reducers, np.ndarray, np.dtype, *sorted(dtype_classes, key=str)]
 
 
 def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = False) -> None:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,7 +55,9 @@ def start(
 ) -> tuple[Accelerator, Any, Any]:
     accelerator = accelerator_for(zero(stage, **more), precision)
     model = net(seed)
-    optimizer = kind(model.parameters(), lr=1e-2 if kind is torch.optim.AdamW else 1.0)
+    # A rate out of a sweep over np.logspace, which the engine writes into its files as it is.
+    rate = np.float64(1e-2 if kind is torch.optim.AdamW else 1.0)
+    optimizer = kind(model.parameters(), lr=rate)
     return (accelerator, *accelerator.prepare(model, optimizer))
 
 
@@ -241,7 +244,7 @@ def stand_ins(folder: Path) -> dict[str, Any]:
     )
     accelerator = accelerator_for(config)
     model = net()
-    optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+    optimizer = DummyOptim(model.parameters(), lr=0.02)
     schedule = DummyScheduler(
         optimizer, total_num_steps=8 * accelerator.num_processes, warmup_num_steps=2
     )
@@ -252,6 +255,7 @@ def stand_ins(folder: Path) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         rates.append(round(schedule.get_last_lr()[0], 6))
+    accelerator.load_state(accelerator.save_state(folder / "stand-ins"))
     return {
         "rates": rates,
         "settled": accelerator.deepspeed_config,
@@ -509,7 +513,7 @@ def test_several_models_each_have_an_engine_and_a_schedule(told):
 def test_stand_ins_become_what_the_file_describes(told):
     found = told[0]["stand_ins"]
     settled = found["settled"]
-    assert settled["optimizer"]["params"] == {"lr": 0.02, "weight_decay": 0.1}
+    assert settled["optimizer"]["params"] == {"lr": 0.02, "weight_decay": 0.0}
     assert settled["scheduler"]["params"]["total_num_steps"] == 8
     assert settled["scheduler"]["params"]["warmup_max_lr"] == 0.02
     assert (settled["train_batch_size"], settled["train_micro_batch_size_per_gpu"]) == (32, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -68,7 +69,8 @@ class Training:
         self.place = place
         self.collectives = Collectives(place)
         self.model = Tied(width)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        # A learning rate out of a sweep over np.logspace is one of numpy's numbers.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=np.float64(0.1))
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
         self.loaders = [Position(), object(), Position(stateful=True)]
         self.counter = Counter()
