@@ -56,9 +56,9 @@ def add_to(app: typer.Typer) -> None:
 def _ask(
     context: typer.Context,
     config_file: _FileOption = None,
-    is_default: Annotated[
-        bool, typer.Option("--default", help="Ask nothing: write the defaults of this machine.")
-    ] = False,
+    is_default: bool = typer.Option(
+        False, "--default", help="Ask nothing: write the defaults of this machine."
+    ),
     mixed_precision: _PrecisionOption = None,
     overwrite: _OverwriteOption = False,
 ) -> None:

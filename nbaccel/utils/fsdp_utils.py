@@ -73,8 +73,7 @@ def merge_fsdp_weights(
                 raise ConfigError(
                     f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one "
                     f"model: found were {[path.name for path in inside] or 'none'}. Give the "
-                    "folder pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
-                    "state_dict_type='SHARDED_STATE_DICT'."
+                    "folder pytorch_model_fsdp_0 that state_dict_type='SHARDED_STATE_DICT' wrote."
                 )
             (folder,) = inside
         stored_tensors, read_into = _stored_tensors(folder)
@@ -122,8 +121,8 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
                 f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
-                "host's part of a checkpoint that was saved without a shared disk. Load it with "
-                "the processes that saved it, and write whole weights by accelerator.save_model."
+                "host's part, saved without a shared disk. Load it with the processes that saved "
+                "it, and write whole weights by accelerator.save_model."
             )
     return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 

@@ -77,8 +77,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     classes = (nn.parallel.DistributedDataParallel, nn.DataParallel, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
-        inner: Any = model.module
-        model = inner
+        model = model.module
     return model
 
 
