@@ -1,8 +1,7 @@
 """Models bigger than memory: built empty, loaded where they fit, and run from there.
 
 Modules on accelerators stay there; weights in host memory or on disk are brought in before a
-module's forward and let go after it. Where the host itself computes, weights in host memory stay
-where they are.
+module's forward and let go after it. Where the host itself computes, those in its memory stay.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ _hook_log = get_logger(__name__)
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build models whose parameters have shapes and no memory: they are on ``meta``.
 
-    One parameter at a time is allocated before it moves there, without being written to; with
-    `include_buffers` none is.
+    One parameter at a time is allocated before it moves there, but with `include_buffers` none.
 
     Args:
         include_buffers: Whether buffers, too, and everything else that the block makes with
@@ -99,8 +97,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
             ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
 
     Yields:
-        Nothing. Blocks can be nested (the innermost counts), and are left as torch was found,
-        also after an exception.
+        Nothing. Blocks can be nested (the innermost counts), and leave torch as it was found.
 
     Example:
         >>> with init_empty_weights():
@@ -228,8 +225,7 @@ def load_checkpoint_and_dispatch(
             other), or module's name → accelerator, ``"cpu"`` or ``"disk"``. None: weights stay
             where the model is; see :func:`load_checkpoint_in_model`.
         max_memory: Bytes, or texts such as ``"10GiB"``, by tier; None: what is free.
-        no_split_module_classes: Classes whose modules stay whole; None: those that a model of
-            transformers names itself.
+        no_split_module_classes: Classes whose modules stay whole; None: what the model names.
         offload_folder: Not needed. Where it is given, an index of the weights on disk is written
             there, which :func:`dispatch_model` can read later.
         offload_buffers: Whether buffers are moved as parameters are.
@@ -337,11 +333,10 @@ def dispatch_model(
     Args:
         model: The model.
         device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``.
-        main_device: Where weights in host memory or on disk compute; None: the first accelerator
-            of the map, or the host.
+        main_device: Where weights that are not on accelerators compute; None: on the first of the
+            map, or the host.
         state_dict: Weights of the modules in host memory; None: the model's own.
-        offload_dir: Folder of the weights on disk. They are written there unless it holds an
-            ``index.json`` already.
+        offload_dir: Folder of the weights on disk, written there unless it has an ``index.json``.
         offload_index: What such an index says, instead of one in the folder.
         offload_buffers: Whether buffers are moved as parameters are.
         skip_keys: Arguments of `forward` that are not moved between devices.
@@ -353,8 +348,7 @@ def dispatch_model(
         The model, with the map as ``hf_device_map``.
 
     Raises:
-        ConfigError: The map leaves parameters out, or weights belong on disk and it is not said
-            where.
+        ConfigError: The map leaves parameters out, or has weights on an unknown place of the disk.
     """
     check_device_map(model, dict(device_map))
     disk_modules = [name for name, tier in device_map.items() if tier == DISK]
@@ -459,8 +453,7 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "
-            "hooks still send inputs to the devices of the map. Load it with another device_map "
-            "instead.",
+            "hooks still send inputs to its devices. Load it with another device_map instead.",
             stacklevel=2,
         )
         return move(*args, **kwargs)
@@ -548,8 +541,7 @@ def cpu_offload_with_hook(
     Args:
         model: The model.
         execution_device: Where it computes; None: the first accelerator, or the host.
-        prev_module_hook: The hook of the model that is called before this one: it is moved out
-            when this one is called.
+        prev_module_hook: Of the model that is called before this one, which then moves it out.
 
     Returns:
         The model, and a hook whose ``offload()`` moves it out and whose ``remove()`` ends all this.

@@ -47,8 +47,7 @@ class LocalSGD:
         if strategy_row(accelerator.plan.strategy).distributed_type:
             raise ConfigError(
                 f"LocalSGD cannot go with strategy {accelerator.plan.strategy!r}: parameters are "
-                "sharded, and a process alone has only a part of each. Leave the plugin out, which "
-                "trains with DDP, or pass enabled=False."
+                "sharded. Leave the plugin out, which trains with DDP, or pass enabled=False."
             )
         if local_sgd_steps < 1:
             raise ConfigError(

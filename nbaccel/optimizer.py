@@ -105,8 +105,7 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
-                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
-                "optimizer that needs no closure."
+                "not be scaled back. Use mixed_precision='bf16' or 'no', or no closure."
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)

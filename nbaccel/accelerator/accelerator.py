@@ -133,8 +133,7 @@ class Accelerator(TrainingCheckpoints):
         self._requested_trackers = tuple(
             tracking.filter_trackers(log_with, request.project.logging_dir)
         )
-        run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
-        super().__init__(run)
+        super().__init__(TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin)))
         precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -257,17 +256,13 @@ class Accelerator(TrainingCheckpoints):
                 stack.enter_context(self._run.strategy.no_sync(model))
             yield
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Leave gradients of backward passes in the block on their process."""
-        with self._run.strategy.no_sync(model):
-            yield
+        return self._run.strategy.no_sync(model)
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Reduce gradients in the block's backward, though the forwards ran under `no_sync`."""
-        with self._run.strategy.sync_in_backward(model):
-            yield
+        return self._run.strategy.sync_in_backward(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of the gradients; what was done already is not done again.
@@ -286,9 +281,8 @@ class Accelerator(TrainingCheckpoints):
         if not gradient_state.sync_gradients:
             raise ConfigError(
                 f"Gradients were to be unscaled or clipped after batch {self.step} of a group of "
-                f"{gradient_state.num_steps}: those of later batches would be added in "
-                f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
-                "under `if accelerator.sync_gradients:`."
+                f"{gradient_state.num_steps}: those of later batches would be added in another "
+                f"scale ({scaler.get_scale():.0f}). Clip under `if accelerator.sync_gradients:`."
             )
         optimizers = self._optimizers if optimizer is None else optimizer
         for chosen in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
@@ -322,17 +316,16 @@ class Accelerator(TrainingCheckpoints):
         if self._run.strategy.owns_precision:
             raise ConfigError(
                 f"clip_grad_value_({clip_value}) is not available with strategy "
-                f"{self._run.initial_plan.strategy!r}: its engine holds the gradients, and clips "
-                "by norm alone. Use clip_grad_norm_."
+                f"{self._run.initial_plan.strategy!r}: its engine clips norms: clip_grad_norm_."
             )
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Compute in the accelerator's precision inside the block (a loss, for example)."""
-        with self._run.precision.autocast(autocast_handler):
-            yield
+        return self._run.precision.autocast(autocast_handler)
 
     @contextlib.contextmanager
     def join_uneven_inputs(

@@ -63,49 +63,36 @@ _HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKw
 _Kind = TypeVar("_Kind")
 
 
-@dataclass(frozen=True, slots=True)
-class Handlers:
-    """The settings given as ``kwargs_handlers``, one of each class."""
+def one_of(given_handlers: Sequence[Any], kind: type[_Kind]) -> _Kind:
+    """The settings of a class among those given as ``kwargs_handlers``, or its defaults."""
+    return next((item for item in given_handlers if isinstance(item, kind)), None) or kind()
 
-    given: tuple[Any, ...] = ()  # among them settings of strategies
 
-    def one(self, kind: type[_Kind]) -> _Kind:
-        """Those of a class, or its defaults."""
-        return next((item for item in self.given if isinstance(item, kind)), None) or kind()
-
-    @property
-    def fp8(self) -> Fp8Handler | None:
-        """Those of FP8, by whatever library."""
-        return next((handler for handler in self.given if isinstance(handler, Fp8Handler)), None)
-
-    @classmethod
-    def of(
-        cls, given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
-    ) -> Handlers:
-        """Check a list of handlers, which was given under either name of the argument."""
-        if given_handlers is not None and other_spelling is not None:
-            raise _two_given(
-                f"kwargs_handlers={given_handlers}", f"kwarg_handlers={other_spelling}"
+def _checked_handlers(
+    given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
+) -> tuple[Any, ...]:
+    """One of each class, among them settings of strategies, under either name of the argument."""
+    if given_handlers is not None and other_spelling is not None:
+        raise _two_given(f"kwargs_handlers={given_handlers}", f"kwarg_handlers={other_spelling}")
+    # Of strategies whose settings have no argument of their own; by their classes' paths, as
+    # importing the classes of all rows would import their libraries.
+    of_strategies = [row.settings for row in STRATEGIES if row.settings and not row.arguments]
+    by_kind: dict[Any, Any] = {}
+    for handler in given_handlers or other_spelling or ():
+        path = f"{type(handler).__module__}:{type(handler).__qualname__}"
+        kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
+        kind: Any = path if path in of_strategies else next(iter(kinds), None)
+        if kind is None:
+            known = [*(one.__name__ for one in _HANDLERS)]
+            known += [path.partition(":")[2] for path in of_strategies]
+            raise ConfigError(
+                f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                f"no effect. Give objects of {', '.join(known)}."
             )
-        # Of strategies whose settings have no argument of their own; by their classes' paths, as
-        # importing the classes of all rows would import their libraries.
-        of_strategies = [row.settings for row in STRATEGIES if row.settings and not row.arguments]
-        by_kind: dict[Any, Any] = {}
-        for handler in given_handlers or other_spelling or ():
-            path = f"{type(handler).__module__}:{type(handler).__qualname__}"
-            kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
-            kind: Any = path if path in of_strategies else next(iter(kinds), None)
-            if kind is None:
-                known = [*(one.__name__ for one in _HANDLERS)]
-                known += [path.partition(":")[2] for path in of_strategies]
-                raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(known)}."
-                )
-            if kind in by_kind:
-                raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
-            by_kind[kind] = handler
-        return cls(tuple(by_kind.values()))
+        if kind in by_kind:
+            raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
+        by_kind[kind] = handler
+    return tuple(by_kind.values())
 
 
 def _two_given(first: str, second: str) -> ConfigError:
@@ -119,7 +106,7 @@ class Request:
     """Everything that was asked of an `Accelerator`, complete."""
 
     asked: TrainingRequest
-    handlers: Handlers
+    handlers: tuple[Any, ...]  # those given as ``kwargs_handlers``
     accumulation: GradientAccumulationPlugin
     data: DataLoaderConfiguration
     project: ProjectConfiguration
@@ -133,7 +120,7 @@ class Request:
         strategy = self.asked.strategy
         if strategy is not None and strategy.strategy == strategy_name:
             return self.settings
-        return registry.strategy_settings(strategy_name, self.handlers.given)
+        return registry.strategy_settings(strategy_name, self.handlers)
 
     def settings_of(self, argument_name: str) -> Any:
         """The settings that an argument of `Accelerator` stands for, if that strategy was asked."""
@@ -146,10 +133,10 @@ class Request:
     def of(cls, given: Mapping[str, Any]) -> Request:
         """Merge the arguments of an `Accelerator`, its configuration and the environment."""
         run_config = None if given["config"] is None else run_config_of(given["config"])
-        handlers = Handlers.of(given["kwargs_handlers"], given["kwarg_handlers"])
+        handlers = _checked_handlers(given["kwargs_handlers"], given["kwarg_handlers"])
         plugins = {name: value for name, value in given.items() if name in _STRATEGY_ARGUMENTS}
         strategy = registry.wanted_strategy(
-            Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
+            Said(run=run_config, arguments=plugins, handlers=handlers, has_environment=True)
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
         strategy_settings, request = None, SaidBySettings()
@@ -177,7 +164,7 @@ class Request:
             accumulation_steps=accumulation.num_steps or 1,
             accumulation_source=steps_source,
             strategy=strategy,
-            fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
+            fp8=_fp8_settings(run_config, handlers, precision_name),
             device=_requested_device(run_config, cpu=given["cpu"]),
             split_batches=loader_config.split_batches,
         )
@@ -236,9 +223,8 @@ def _accumulation_settings(
         text = (env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or "").strip()
         if text and not (text.isdecimal() and int(text)):
             raise ConfigError(
-                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
-                "whole number of at least 1: the number of batches in one optimizer step. Correct "
-                "or unset it."
+                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} is no whole "
+                "number above 0, of batches in one optimizer step. Correct or unset it."
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
@@ -259,8 +245,7 @@ def _requested_precision(
         name, source = (text, "environment") if text else ("no", "default")
     if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
         return name, source
-    # A file may set it, too, and wins over defaults. The launcher exports its own, so `no` in the
-    # environment need not be a user's choice.
+    # A file wins over defaults; a `no` of the environment may be the launcher's, not the user's.
     if source == "default" or (source == "environment" and name == "no"):
         return settings_request.mixed_precision, "config"
     raise ConfigError(
@@ -271,8 +256,9 @@ def _requested_precision(
 
 
 def _fp8_settings(
-    run_config: RunConfig | None, handler: Fp8Handler | None, name: str
+    run_config: RunConfig | None, handlers: Sequence[Any], name: str
 ) -> Fp8Config | None:
+    handler = next((handler for handler in handlers if isinstance(handler, Fp8Handler)), None)
     if handler is None:
         return Fp8Config.from_environment() if run_config is None else run_config.fp8
     if not any(row.name == name and row.has_backends for row in PRECISIONS):
@@ -344,7 +330,7 @@ class TrainingRun:
     def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:
         """Join the process group, and choose strategy and precision."""
         asked = request.asked
-        process_group = request.handlers.one(InitProcessGroupKwargs)
+        process_group = one_of(request.handlers, InitProcessGroupKwargs)
         device_backend = registry.device(asked.device or distributed.name_device())
         expected_place = Place(
             device=device_backend.torch_device(distributed.local_rank()),
@@ -424,15 +410,15 @@ def _build_precision(request: Request, place: Place, name: str, plan: TrainingPl
         fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
     precision_settings = PrecisionSettings(
         device=place.device,
-        autocast=request.handlers.one(AutocastKwargs),
-        scaler=request.handlers.one(GradScalerKwargs),
+        autocast=one_of(request.handlers, AutocastKwargs),
+        scaler=one_of(request.handlers, GradScalerKwargs),
         fp8=fp8 if has_backends else request.asked.fp8,
         emulates_fp8=choice.row is not None and is_emulated(choice.row, facts.compute_capability),
         world_size=place.world_size,
         is_main=place.is_main,
         accumulation_steps=plan.accumulation_steps,
         is_sharded=registry.strategy(plan.strategy).shards_parameters,
-        handlers=request.handlers.given,
+        handlers=request.handlers,
     )
     precision_class = registry.precision(
         name, request.asked.fp8, facts.device, facts.compute_capability

@@ -360,8 +360,7 @@ def _refuse_empty(model: nn.Module) -> None:
         raise ConfigError(
             f"{len(empty_names)} weights of {type(model).__name__} ({first_few(empty_names, 2)}) "
             "are on meta: they have no values to train or to compute with. Load them first: "
-            "load_checkpoint_in_model(model, path) maps the files, and with FSDP or ZeRO-3 each "
-            "process then reads its own part only."
+            "load_checkpoint_in_model(model, path) maps the files, and FSDP or ZeRO-3 reads parts."
         )
 
 

@@ -1,7 +1,6 @@
 """Blocks of a model packed onto devices, in the model's order and within budgets.
 
-Plain numbers and names: nothing here knows torch, modules or what a device is, but that some tiers
-are slower than others.
+Plain numbers and names: nothing here knows torch or modules, only that some tiers are slower.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ class Block:
 
     name: str  # dotted, unique
     size: float  # bytes of all in it; what is tied counts at its first name only
-    # The name of the block that it is a part of; None at the top. A block that must not be split is
-    # listed without parts.
+    # The block that it is a part of; None at the top. One that must stay whole has no parts.
     inside: str | None = None
     is_layer: bool = False  # whether it is brought onto a device whole when it is used
 
@@ -194,8 +192,7 @@ def pack_blocks(
         others += [replace(rules, room_kept=room) for room in rooms]
     packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
     if len(computing) > 1 and first_packing.lacking_room:
-        # Layers are brought back to the first device in use. Accelerate keeps room on the one that
-        # stays empty, and fills this one.
+        # Layers come back to the first device in use. Accelerate keeps room on the one left empty.
         next_tier = replace(computing[1], keeps_room=True)
         later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
         packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
@@ -213,8 +210,7 @@ class _Rules:
     """What ways through the blocks differ in."""
 
     may_skip_ahead: bool  # as in `pack_blocks`
-    # Whether a block that is placed before its turn leaves room for the block whose turn it was, on
-    # any tier, as Accelerate's does.
+    # Whether what is placed early leaves room, on any tier, for whose turn it was, as Accelerate's.
     stays_far_below: bool = True
     # Whether what comes along with a block needs no room when room is kept.
     counts_members: bool = False
@@ -326,8 +322,7 @@ class _BlockPacker:
             heapq.heappush(self._queue, child)
 
     def _place_later_block(self, number: int) -> bool:
-        tier = self._tiers[self._current]
-        if self._held[tier.device] or self._current == len(self._tiers) - 1:
+        if self._held[self._tiers[self._current].device] or self._current == len(self._tiers) - 1:
             return False
         forest = self._forest
         members = self._find_later(

@@ -81,8 +81,7 @@ def load_checkpoint_in_model(
         device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``, such as
             :func:`infer_auto_device_map` makes.
         offload_folder: Where `index.json` says in which files the weights on the ``"disk"`` tier
-            are, for :func:`dispatch_model`. Weights are copied there only if they lie in files of
-            `torch.save`.
+            are, for :func:`dispatch_model`. Only weights in files of `torch.save` are copied there.
         dtype: Format of floating-point weights; None: that of the model.
         offload_state_dict: Not needed: memory never holds a whole file beside the model.
         offload_buffers: Whether buffers on the ``"disk"`` tier stay there, as parameters do.
@@ -99,17 +98,15 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
-            "version does not make. Load with from_pretrained(quantization_config=...) of "
-            "transformers."
+            f"offload_8bit_bnb={offload_8bit_bnb!r}: bitsandbytes' weights are not made here. Load "
+            "with from_pretrained(quantization_config=...) of transformers."
         )
     tensors = named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
-            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
-            "Accelerator.load_state."
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: files here hold "
+            "whole tensors. Leave it out, or load a sharded checkpoint with Accelerator.load_state."
         )
     _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
@@ -363,8 +360,7 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if sharded_name is not None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
-            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
-            "out."
+            "cut into shards, which the strategy has placed. Leave device_map out."
         )
 
 
@@ -528,8 +524,7 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
             raise ConfigError(
                 f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
                 f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
-                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
-                "each process reads its part from the file."
+                "in all processes and prepare it first, or let each read its part: leave it out."
             )
     with torch.no_grad():
         for number, (name, _) in enumerate(expected):

@@ -186,8 +186,7 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """The largest layer: what has to fit on a device at once for the model to run at all.
 
-    A layer is a module without submodules, one whose class must not be split, or a tensor among
-    ``modules``.
+    A layer has no submodules, or is not to be split by its class, or is a tensor of ``modules``.
 
     Args:
         modules: Modules and tensors with their names.

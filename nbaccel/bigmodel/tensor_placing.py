@@ -154,8 +154,7 @@ def set_module_tensor_to_device(
         if value is None:
             if current.is_meta and target.type != "meta":
                 raise ConfigError(
-                    f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
-                    f"{target}. Pass them as value=."
+                    f"{tensor_name!r} is on meta, without values for {target}. Pass them as value=."
                 )
         elif current.shape != (shape := torch.as_tensor(value).shape):
             raise ConfigError(

@@ -70,8 +70,7 @@ def _export(
 
     if to not in _TARGETS:
         raise ConfigError(
-            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
-            "Leave it out for nbaccel launch."
+            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script."
         )
     notebook_path = Path(notebook)
     # As the name of a script that can be imported: no blanks and dashes.
@@ -83,8 +82,7 @@ def _export(
     except SyntaxError as error:
         raise ConfigError(
             f"The script would not run: line {error.lineno}: {error.msg}: got "
-            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
-            "into cells with the tag export."
+            f"{(error.text or '').strip()!r}. Nothing was written. Tag what it needs: export."
         ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.
@@ -150,8 +148,7 @@ def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
         raise ConfigError(
-            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
-            "--overwrite, or another --output."
+            f"{', '.join(already)} would be replaced. Give --overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:
@@ -265,8 +262,7 @@ def _estimate(
 
 _MERGE_HELP = (
     "Make whole weights of the shards that FSDP's processes wrote (torch.distributed.checkpoint): "
-    "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "
-    "appear together at the end, or none."
+    "of pytorch_model_fsdp_0 in a checkpoint of save_state. All files appear together, or none."
 )
 
 

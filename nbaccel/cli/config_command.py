@@ -120,8 +120,7 @@ def _import(
 
     if source is None and not accelerate_path().is_file():
         raise ConfigError(
-            f"Accelerate has no configuration file {accelerate_path()}. There is nothing to take "
-            "over. Give the path of one."
+            f"Accelerate has no configuration file {accelerate_path()} to take over. Give a path."
         )
     console = _console()
     loaded = _load_and_show_mapped(console, source or accelerate_path())
@@ -179,8 +178,7 @@ def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -
             is_confirmed = Confirm.ask("Replace it?", console=console, default=False)
         except EOFError as error:
             raise ConfigError(
-                f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
-                "--overwrite, or another --config_file."
+                f"{path} is there, with nobody to ask. Give --overwrite, or another --config_file."
             ) from error
         if not is_confirmed:
             console.print("Nothing was written.")

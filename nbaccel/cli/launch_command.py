@@ -100,10 +100,7 @@ def _read_script(
     from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
-        raise ConfigError(
-            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
-            "program. Leave one of them out."
-        )
+        raise ConfigError(f"-m and --no-python: {target!r} cannot be both. Leave one of them out.")
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)
@@ -113,8 +110,7 @@ def _check_script(script: Script, *, is_given: bool) -> None:
     target = script.target
     if not is_given:
         raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
-            "[options] script.py [its arguments]."
+            f"SCRIPT must be given, not {script!r}: nbaccel launch [options] script.py [arguments]."
         )
     if script.kind == "module":
         top_name = target.partition(".")[0]

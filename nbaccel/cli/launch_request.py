@@ -52,8 +52,7 @@ class SettingsFile:
     config: RunConfig = field(default_factory=RunConfig)
     name: str = ""  # what to call their source
     path: str | None = None  # the file; None for the default one
-    # Whether it is read with the settings that change it: it is wrong alone, or Accelerate's, which
-    # counts the processes of all machines.
+    # Whether it is read with what changes it: wrong alone, or Accelerate's, counting all machines'.
     is_read_again: bool = False
 
     def merge(self, changes: Mapping[str, Any]) -> RunConfig:
@@ -124,8 +123,7 @@ class _OptionReader:
         """Take one option, except for those that `compute` reads together."""
         if (setting := _SETTINGS_BY_NAME.get(option_name)) is not None:
             if option_name not in _READ_TOGETHER:
-                value = _setting_value(option_name, option_value)
-                self._put(option_name, value, setting.flag)
+                self._put(option_name, _setting_value(option_name, option_value), setting.flag)
             return
         option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
@@ -151,8 +149,7 @@ class _OptionReader:
         if setting_name in self.settings and str(self.settings[setting_name]) != str(value):
             self.mistakes.append(
                 f"{flag} gives {setting_name}={value!r} and {self.flags[setting_name]} gives "
-                f"{self.settings[setting_name]!r}: one would silently override the other. Leave "
-                "one of them out."
+                f"{self.settings[setting_name]!r}: one would override the other. Leave one out."
             )
             return
         self.settings[setting_name] = value
@@ -211,9 +208,8 @@ class _OptionReader:
             self._put("num_processes", None if is_open else total_text, flag)
         elif int(total_text) % int(node_count):
             self.mistakes.append(
-                f"{flag}={total_text} cannot be shared out over {node_count} machines: it "
-                "counts the workers of all of them, as after accelerate launch. Give a multiple, "
-                "or --nproc-per-node for each machine."
+                f"{flag}={total_text} cannot be shared out over {node_count} machines: it counts "
+                "the workers of all. Give a multiple, or --nproc-per-node for each machine."
             )
         else:
             self._put("num_processes", int(total_text) // int(node_count), flag)
@@ -238,8 +234,7 @@ class _OptionReader:
             name, sign, value = assignment.partition("=")
             if not sign or not name:
                 self.mistakes.append(
-                    f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
-                    "Write for example --env NCCL_DEBUG=INFO."
+                    f"--env must be NAME=VALUE, set in all workers: got {assignment!r}."
                 )
             else:
                 self._put_variable(name, value, "--env")
@@ -277,8 +272,7 @@ class _OptionReader:
         given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
         if len(given_flags) > 1:
             self.mistakes.append(
-                f"{' and '.join(given_flags)} choose devices twice: one would silently override "
-                "the other. Leave one of them out."
+                f"{' and '.join(given_flags)} choose devices twice. Leave one of them out."
             )
         elif gpu_ids != "all":
             self._choose_visible(gpu_ids.split(","), "--gpu-ids")
@@ -305,8 +299,7 @@ class _OptionReader:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
             self.mistakes.append(
-                f"{flag} must name devices by number: got {','.join(numbers)!r}. Only these are "
-                "used. Give for example 0,1."
+                f"{flag} must name devices by number, such as 0,1: got {','.join(numbers)!r}."
             )
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
@@ -324,8 +317,7 @@ class _OptionReader:
         has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
         if not has_log_dir and any(redirects.values()):
             self.mistakes.append(
-                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
-                "lost. Give --log-dir DIR, too."
+                f"--redirects={given['redirects']!r} needs a folder. Give --log-dir DIR, too."
             )
         if not has_log_dir and any(tees.values()):
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
@@ -351,8 +343,7 @@ class _OptionReader:
         if all(word.isdecimal() for word in words):
             return [int(word) for word in words]
         self.mistakes.append(
-            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Only these are shown. "
-            "Give for example 0,1."
+            f"--local-ranks-filter must be local ranks to show, such as 0,1: got {filter_text!r}."
         )
         return []
 

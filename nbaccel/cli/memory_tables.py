@@ -72,8 +72,7 @@ def _stored_model(source: Path) -> ModelSizes:
         # A block of a stack is the module up to its first number.
         parts = name.split(".")
         numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-        layer = parts[:-1] if numbered is None else parts[: numbered + 1]
-        by_layer[".".join(layer)] += count
+        by_layer[".".join(parts[:-1] if numbered is None else parts[: numbered + 1])] += count
     total = sum(numbers_by_tensor.values())
     return ModelSizes(
         source=source,
@@ -126,8 +125,7 @@ def _header_of(path: Path) -> dict[str, int]:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(
-            f"{path} cannot be read as safetensors: {error}. Its sizes are not known. Copy it "
-            "again, or give another file."
+            f"{path} cannot be read as safetensors: {error}. Copy it again, or give another file."
         ) from error
 
 
@@ -140,9 +138,8 @@ def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
         return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
-            "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
-            "its folder has code that you trust."
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Give a file "
+            "of its safetensors, or --trust-remote-code where its folder has code that you trust."
         ) from error
 
 
@@ -157,8 +154,7 @@ def _named_model(name: str) -> ModelSizes:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
             f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
-            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
-            "folder."
+            f"download {name} --local-dir FOLDER (--include config.json is enough), and give that."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))
@@ -206,8 +202,7 @@ def print_estimate(
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
     wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
     mistakes = [
-        f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
-        f"of: {', '.join(known)}."
+        f"{option}={word!r} is no format here.{closest(word, known)} Give of: {', '.join(known)}."
         for option, word, known in wanted
         if word not in known
     ]

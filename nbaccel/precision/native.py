@@ -87,9 +87,8 @@ class LossScaler(torch.amp.GradScaler):
         if torch_private.scale_tensor(self) is None:
             raise UserMistake(
                 f"{type(optimizer).__name__} cannot step with mixed_precision='fp16': no loss went "
-                "through accelerator.backward(), which multiplies it so that small gradients "
-                "do not become zero in float16. Write accelerator.backward(loss) in place of "
-                "loss.backward()."
+                "through accelerator.backward(), which keeps small gradients from becoming zero in "
+                "float16. Write accelerator.backward(loss) in place of loss.backward()."
             )
         # A second step of the same optimizer belongs to the next iteration.
         if self._waiting and torch_private.has_stepped(self, optimizer):

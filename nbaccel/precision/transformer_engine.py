@@ -50,8 +50,7 @@ class TransformerEngineFp8(Fp8Precision):
         if ignored and settings.is_main:
             told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
             write_notice(
-                f"nbaccel: the installed TransformerEngine does not read {told} with this recipe: "
-                "no effect.\n"
+                f"nbaccel: with this recipe the installed TransformerEngine does not read {told}.\n"
             )
 
     def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:

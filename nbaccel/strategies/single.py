@@ -2,8 +2,7 @@
 
 :class:`SpmdStrategy` cuts every parameter along its longest dimension that the number of chips
 divides, batches along their first, and XLA's partitioner derives the rest of the program,
-collectives included (GSPMD: Xu et al. 2021, https://arxiv.org/abs/2105.04663). Numbers are those of
-one chip.
+collectives included (GSPMD, https://arxiv.org/abs/2105.04663). Numbers are those of one chip.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class SpmdStrategy(Strategy):
         if runtime is None or not runtime.is_spmd():
             raise ConfigError(
                 f'strategy="spmd" needs torch_xla in its SPMD mode: this process computes on '
-                f"{place.device} without it, and the mode cannot be changed once the runtime runs. "
-                'Launch with RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 '
-                "before torch_xla is imported."
+                f"{place.device} without it, which cannot change once it runs. Launch with "
+                'RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 before that.'
             )
         spmd = importlib.import_module("torch_xla.distributed.spmd")
         self._num_chips = int(runtime.global_runtime_device_count())

@@ -121,8 +121,7 @@ class LoaderPosition:
             raise ConfigError(
                 "This is not the state of a prepared loader: it has "
                 f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
-                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
-                "model and optimizer only."
+                "batch. Give what its state_dict() returned; of other libraries load no loaders."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,8 +211,7 @@ class PreparedLoader(DataLoader[Any]):
         end_of_dataloader: True while the last batch is in the loop's body.
         prepared_from: The loader that it was made of; None where it was made by hand.
         remainder: Samples of the last total batch that are no copies, counted over all processes
-            at the last batch and before foretold by the dataset's length; 0 where it is full, -1
-            where that is not known.
+            at the last batch, before foretold by the dataset's length; 0: full, -1: not known.
     """
 
     @classmethod
@@ -616,8 +614,7 @@ def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
     if device_mesh is not None:
         raise ConfigError(
             f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
-            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
-            "torch_device_mesh out."
+            "by a mesh: here every process gets batches of its own. Leave torch_device_mesh out."
         )
 
 

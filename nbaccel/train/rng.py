@@ -50,8 +50,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: From 0 to 2**32 - 1.
         device_specific: Add the rank to it, so that every process draws other numbers.
-        deterministic: Let torch use deterministic algorithms only; slower, and an operation that
-            has none raises.
+        deterministic: Let torch use deterministic algorithms only; slower, and others raise.
 
     Raises:
         ConfigError: The seed is no whole number, or out of range.
@@ -64,8 +63,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "accepts no other seed, and the other generators would be seeded without it. Give such "
-            "a number."
+            "takes no other, and would be left unseeded. Give such a number."
         )
     # numpy refuses 2**32 and above, so the largest seeds wrap around.
     seed = (number + distributed.rank()) % _NUM_SEEDS if device_specific else number

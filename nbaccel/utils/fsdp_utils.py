@@ -121,7 +121,7 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
                 f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
-                "host's part, saved without a shared disk. Load it with the processes that saved "
+                "host's part saved without a shared disk. Load it with the processes that saved "
                 "it, and write whole weights by accelerator.save_model."
             )
     return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)

@@ -51,8 +51,7 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it fits into memory.
 
     Args:
-        function: Called with the batch size before its own arguments; without it, a decorator is
-            returned.
+        function: Called with the batch size before its own arguments; without it: a decorator.
         starting_batch_size: The first one to try.
         reduce_batch_size_fn: From one that did not fit to the next; by default nine tenths of it.
 
@@ -109,8 +108,7 @@ def find_executable_batch_size(
             clear_device_cache(garbage_collection=True)
         raise NothingFits(
             f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
-            "is too big for this device. Use a smaller model, a lower precision, or several GPUs "
-            "with fsdp_plugin."
+            "is too big for this device. Use a smaller one, a lower precision, or fsdp_plugin."
         )
 
     return attempt

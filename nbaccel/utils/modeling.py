@@ -108,8 +108,7 @@ def align_module_device(
 
     Args:
         module: The module. What is in its submodules moves only where its hook includes them.
-        execution_device: Where to; None: where its hook computes, or nothing happens where it has
-            none that offloads.
+        execution_device: Where to; None: where its hook computes, or nothing without a hook.
 
     Yields:
         Nothing. Afterwards everything is where it was.

@@ -69,8 +69,7 @@ def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
     ):
         yield (
             f"Ranks {number_ranges(board.ranks)} have exchanged nothing: each trains a model of "
-            "its own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel "
-            "makes them train one."
+            "its own. Accelerator.prepare or DistributedDataParallel makes them train one."
         )
 
 

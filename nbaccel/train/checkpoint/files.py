@@ -1,8 +1,7 @@
 """A checkpoint's files: their names, how one is read, and how it is written.
 
 A reader finds the old file or the new one, never a partial file. The names are Accelerate's, so
-that either can read what the other wrote; ``sampler.bin``, which its documentation promises, is
-written here, too.
+that either can read what the other wrote, and ``sampler.bin``, which its documentation promises.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise CheckpointDamaged(
-                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
-                "checkpoint."
+                f"{path} cannot be read ({error}). Nothing has been loaded. Load another one."
             ) from error
     named = (
         *model.named_parameters(remove_duplicate=False),

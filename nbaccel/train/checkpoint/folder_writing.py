@@ -92,8 +92,7 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
             )
             for file_name, file_entry in content["files"].items()
         },
-        "the sizes and checksums of the checkpoint's other files. Load another checkpoint, or "
-        "delete this file to load without them.",
+        "the sizes and checksums of all files. Load another checkpoint, or delete this file.",
     )
 
 
@@ -349,8 +348,7 @@ def send_to_writers(
 ) -> Any:
     """Let all processes that write a state have it, where only process 0 has it; a collective."""
     rank = collectives.place.rank
-    lacks_state = rank in writers and not state
-    if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
+    if len(writers) < 2 or not any(collectives.answers(what, rank in writers and not state)):
         return state
     group = dist.new_group(list(writers), backend="gloo")  # all processes enter and leave
     try:
@@ -396,8 +394,8 @@ def check_is_own_part(folder: Path, place: Place) -> None:
         f"{len(host_names)}, and this is rank {place.rank} of {place.world_size} on "
         f"{socket.gethostname()}: it was saved without a shared disk, and the other shards were "
         f"written on {', '.join(other_hosts)}. Nothing has been loaded. Start {len(host_names)} "
-        f"processes as then ({counts}, in this order), or load a checkpoint that was saved in a "
-        "folder that all hosts see, or whole."
+        f"processes as then ({counts}, in this order), or load one that is whole, or on a disk "
+        "that all hosts see."
     )
 
 

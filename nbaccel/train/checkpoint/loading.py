@@ -44,8 +44,7 @@ from nbaccel.train.collectives import Collectives
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
 
-# State of torch's optimizers that is as large as the parameter it belongs to; that of others may
-# have any shape (Adafactor's is factored).
+# State of torch's optimizers that has its parameter's shape; that of Adafactor, say, has others.
 _PARAMETER_SHAPED_STATE = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
     *("grad_avg", "sum", "acc_delta", "prev", "step_size"),
@@ -67,8 +66,7 @@ def load_state(
 
     Nothing in the files is run: states hold plain data, and those of registered objects also
     instances of classes that the object's own state has at the time. ``weights_only=False`` in
-    `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
-    it.
+    `load_kwargs` lifts that, and lets a file run any code. Load only what you trust then.
     """
     if map_location not in {None, "cpu", "on_device"}:
         raise TypeError(
@@ -156,9 +154,8 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
             mistakes.append(
                 f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
-                f"{'is' if num_expected == 1 else 'are'} to be loaded. States would go to the "
-                "wrong ones, or be lost. Prepare and register the same objects in the same order "
-                "as when it was saved."
+                f"{'is' if num_expected == 1 else 'are'} to be loaded: states would get lost, or "
+                "to wrong ones. Prepare and register the same objects in the same order as then."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -368,8 +365,7 @@ class _CheckpointLoad:
         if (scaler := parts.scaler) is not None:
             path = self._folder / files.SCALER_FILE
             yield scaler, _small_state(path, scaler, read_torch_file, _state_problem)
-        # A precision without a file, or one saved under another, begins with no history; a state
-        # of another model is left to the precision.
+        # A precision without a file, or saved under another, begins anew; it judges states itself.
         precision_path = self._existing_file(files.PRECISION_FILE)
         precision = parts.precision_state
         if precision_path is not None and precision is not None and precision.state_dict():
@@ -655,7 +651,6 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
-        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
-        f"{first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that the "
+        f"{type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
     )
