@@ -18,10 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel import hooks
@@ -162,8 +158,8 @@ _this_thread = _ThisThread()
 @functools.cache
 def _watch_registrations() -> None:
     """Let torch show what modules register; for good, since another thread may be in a block."""
-    register_module_parameter_registration_hook(_moved_parameter)
-    register_module_buffer_registration_hook(_moved_buffer)
+    nn.modules.module.register_module_parameter_registration_hook(_moved_parameter)
+    nn.modules.module.register_module_buffer_registration_hook(_moved_buffer)
 
 
 def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
@@ -257,14 +253,7 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
         )
         return model
-    tiers = _map_of(
-        model,
-        device_map,
-        max_memory,
-        no_split_module_classes,
-        dtype,
-        offload_buffers=offload_buffers,
-    )
+    tiers = _map_of(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     weights = fill_model(
         model,
         checkpoint,
@@ -293,7 +282,6 @@ def _map_of(
     max_memory: Mapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
     dtype: str | torch.dtype | None,
-    *,
     offload_buffers: bool,
 ) -> Mapping[str, Any]:
     if not isinstance(device_map, str):
@@ -486,12 +474,7 @@ def cpu_offload(
     if state_dict is None:
         state_dict = {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
     return _offload_all(
-        model,
-        execution_device,
-        state_dict,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
+        model, execution_device, state_dict, offload_buffers, preload_module_classes, prefetch
     )
 
 
@@ -519,13 +502,9 @@ def disk_offload(
     """
     if not _has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload_all(
-        model,
-        execution_device,
-        OffloadedWeightsLoader(save_folder=offload_dir),
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
+        model, execution_device, weights, offload_buffers, preload_module_classes, prefetch
     )
 
 
@@ -555,7 +534,9 @@ def _offload_all(
     model: nn.Module,
     execution_device: torch.device | None,
     weights: Mapping[str, torch.Tensor],
-    **hook_settings: Any,
+    offload_buffers: bool,
+    whole_classes: Sequence[str] | None,
+    prefetch: bool,
 ) -> nn.Module:
     own_devices = (parameter.device for parameter in model.parameters())
     device = execution_device or next(own_devices, torch.device(HOST))
@@ -566,9 +547,8 @@ def _offload_all(
         )
     # Outermost, so that outputs return to where the inputs were.
     hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True), append=True)
-    hooks.attach_align_device_hook(
-        model, execution_device=device, offload=True, weights_map=weights, **hook_settings
-    )
+    whole: dict[str, Any] = {"preload_module_classes": whole_classes, "prefetch": prefetch}
+    hooks.attach_align_device_hook(model, device, True, weights, offload_buffers, **whole)
     return model
 
 

@@ -265,8 +265,7 @@ class _LoaderPreparation:
 
     def _iterable_share(self) -> DataLoader[Any]:
         dataset: Any = self.loader.dataset
-        world_size = self.place.world_size
-        rank = self.place.rank
+        world_size, rank = self.place.world_size, self.place.rank
         split_batches = self.settings.split_batches
         batch_size = self.loader.batch_size
         num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)

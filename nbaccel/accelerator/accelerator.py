@@ -23,17 +23,8 @@ from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settin
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import Configured, RunConfig
+from nbaccel.config import Configured, RunConfig, handlers
 from nbaccel.config.call_arguments import explained
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    Handler,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
 from nbaccel.data_loader import skip_first_batches
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.optimizer import AcceleratedOptimizer
@@ -106,18 +97,18 @@ class Accelerator(TrainingCheckpoints):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
+        dataloader_config: handlers.DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        fsdp_plugin: handlers.FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[str] | None = None,
         log_with: Any = None,
         project_dir: str | Path | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        project_config: handlers.ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: handlers.GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Handler] | None = None,
+        kwargs_handlers: Sequence[handlers.Handler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
@@ -125,7 +116,7 @@ class Accelerator(TrainingCheckpoints):
         *,
         config: RunConfig | Configured | None = None,
         downcast_bf16: bool = False,
-        kwarg_handlers: Sequence[Handler] | None = None,
+        kwarg_handlers: Sequence[handlers.Handler] | None = None,
     ) -> None:
         given = locals()  # first, when only the arguments are local
         refuse_unserved(given)
@@ -169,7 +160,7 @@ class Accelerator(TrainingCheckpoints):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        GradientAccumulationPlugin(num_steps=value)  # refuses what makes no sense
+        handlers.GradientAccumulationPlugin(num_steps=value)  # refuses what makes no sense
         self.gradient_state.num_steps = value
 
     @property
@@ -322,7 +313,7 @@ class Accelerator(TrainingCheckpoints):
         nn.utils.clip_grad_value_(parameters, clip_value)
 
     def autocast(
-        self, autocast_handler: AutocastKwargs | None = None
+        self, autocast_handler: handlers.AutocastKwargs | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Compute in the accelerator's precision inside the block (a loss, for example)."""
         return self._run.precision.autocast(autocast_handler)
@@ -525,7 +516,7 @@ class Accelerator(TrainingCheckpoints):
 
     @contextlib.contextmanager
     def profile(
-        self, profile_handler: ProfileKwargs | None = None
+        self, profile_handler: handlers.ProfileKwargs | None = None
     ) -> Iterator[torch.profiler.profile]:
         """Profile the block with torch's profiler, which is yielded.
 

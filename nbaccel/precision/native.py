@@ -27,7 +27,7 @@ from torch import nn
 from nbaccel.base import torch_private
 from nbaccel.base.errors import UserMistake
 from nbaccel.base.trees import leaves, map_leaves
-from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.config.handlers import AutocastKwargs
 from nbaccel.plan.contracts.training import Precision, PrecisionSettings
 
 
@@ -138,15 +138,13 @@ def restore_forward(model: nn.Module, forward: Any) -> None:
 class _AutocastPrecision(Precision):
     """The common part of the three precisions."""
 
-    def __init__(
-        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
-    ) -> None:
-        self._device_type = device.type
-        self._settings = autocast
+    def __init__(self, settings: PrecisionSettings) -> None:
+        self._device_type = settings.device.type
+        self._settings = settings.autocast
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> _AutocastPrecision:
-        return cls(settings.device, settings.autocast, settings.scaler)
+        return cls(settings)
 
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
@@ -199,11 +197,9 @@ class Fp16(_AutocastPrecision):
     name: ClassVar[str] = "fp16"
     dtype = torch.float16
 
-    def __init__(
-        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
-    ) -> None:
-        super().__init__(device, autocast, scaler)
-        self.scaler = LossScaler(device.type, **scaler.to_dict())
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        self.scaler = LossScaler(settings.device.type, **settings.scaler.to_dict())
 
 
 def as_float32(tree: Any) -> Any:
