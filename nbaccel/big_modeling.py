@@ -210,8 +210,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint, each weight on the tier where it fits, and make the model run there.
 
-    Weights on disk are read from the checkpoint's own files whenever a module needs them, while
-    the module before it computes.
+    Weights on disk are read from the checkpoint's own files, while the module before computes.
 
     Args:
         model: The model; best built under :func:`init_empty_weights`.
@@ -321,8 +320,8 @@ def dispatch_model(
     Args:
         model: The model.
         device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``.
-        main_device: Where weights that are not on accelerators compute; None: on the first of the
-            map, or the host.
+        main_device: Where weights in host memory or on disk compute; None: the first accelerator
+            of the map, or the host.
         state_dict: Weights of the modules in host memory; None: the model's own.
         offload_dir: Folder of the weights on disk, written there unless it has an ``index.json``.
         offload_index: What such an index says, instead of one in the folder.
@@ -336,7 +335,8 @@ def dispatch_model(
         The model, with the map as ``hf_device_map``.
 
     Raises:
-        ConfigError: The map leaves parameters out, or has weights on an unknown place of the disk.
+        ConfigError: The map leaves parameters out, or weights belong on disk and it is not said
+            where.
     """
     check_device_map(model, dict(device_map))
     disk_modules = [name for name, tier in device_map.items() if tier == DISK]

@@ -603,8 +603,7 @@ def attach_execution_device_hook(
 ) -> None:
     """Hook all submodules with weights and without a hook: arguments go to where they compute.
 
-    Inside of instances of `preload_module_classes` nothing is hooked; other arguments are as in
-    `attach_align_device_hook`.
+    Inside of `preload_module_classes` nothing is hooked; see also `attach_align_device_hook`.
     """
     for _, part in _outside_of(module, preload_module_classes or ()):
         if not hasattr(part, HOOK_ATTRIBUTE) and len(part.state_dict()) > 0:
@@ -652,7 +651,8 @@ def attach_align_device_hook(
         module_name: What the module is called in `weights_map`.
         skip_keys: See `AlignDevicesHook`.
         preload_module_classes: Names of classes whose instances get all their weights, those of
-            submodules included, before they run: they may use them without calling submodules.
+            submodules included, before they run: for those that use weights of submodules
+            without calling them.
         tied_params_map: See `set_module_tensor_to_device`.
         order: Shared by the hooks of one model; None: a new one.
         prefetch: Whether a new one asks for weights ahead of time.

@@ -47,7 +47,8 @@ class LocalSGD:
         if strategy_row(accelerator.plan.strategy).distributed_type:
             raise ConfigError(
                 f"LocalSGD cannot go with strategy {accelerator.plan.strategy!r}: parameters are "
-                "sharded. Leave the plugin out, which trains with DDP, or pass enabled=False."
+                "sharded, and a process alone has only a part of each. Leave the plugin out, which "
+                "trains with DDP, or pass enabled=False."
             )
         if local_sgd_steps < 1:
             raise ConfigError(

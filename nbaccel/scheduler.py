@@ -48,7 +48,7 @@ class AcceleratedScheduler:
         )
         states = (getattr(optimizer, "gradient_state", None) for optimizer in self.optimizers)
         self.gradient_state = gradient_state or next(filter(None, states), None) or GradientState()
-        self.with_optimizer = step_with_optimizer
+        self.step_with_optimizer = step_with_optimizer  # whether it waits for the optimizers
         self.steps_per_call = 1
         if not split_batches:
             self.steps_per_call = num_processes or distributed.init_process().world_size
@@ -57,7 +57,7 @@ class AcceleratedScheduler:
         """Advance, if the optimizers stepped; arguments are for the scheduler's own step."""
         if self.gradient_state.is_skipping:
             return
-        if not self.with_optimizer:
+        if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
@@ -77,11 +77,6 @@ class AcceleratedScheduler:
             if total_steps is not None and self.scheduler.last_epoch >= total_steps:
                 return
             self.scheduler.step(*args, **kwargs)
-
-    @property
-    def step_with_optimizer(self) -> bool:
-        """Whether it waits for the optimizers."""
-        return self.with_optimizer
 
     @property
     def split_batches(self) -> bool:

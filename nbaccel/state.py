@@ -46,9 +46,14 @@ __all__ = [
 _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 
-def shows(path: str) -> Any:
-    """A property that shows what is inside of its object."""
-    return property(operator.attrgetter(path))
+def shows(path: str, *, is_settable: bool = False) -> Any:
+    """A property that shows what is inside of its object, and may set it there."""
+    owner, _, name = path.rpartition(".")
+
+    def set_inside(self: Any, value: Any) -> None:
+        setattr(operator.attrgetter(owner)(self), name, value)
+
+    return property(operator.attrgetter(path), set_inside if is_settable else None)
 
 
 class ProcessInfo:
@@ -63,8 +68,7 @@ class ProcessInfo:
         if number > 1:
             raise ConfigError(
                 f"This {type(self).__name__} was made in one process and is used by {number}: each "
-                "would take itself for the only one, train on all of the data and average nothing. "
-                "Make it in the function or cell that all of them run."
+                "would take itself for the only one. Make it in the function or cell that all run."
             )
 
     @property
@@ -363,8 +367,7 @@ class PartialState(ProcessInfo):
 class AcceleratorState(PartialState):
     """What an `Accelerator` says of its process: ``accelerator.state``.
 
-    Without arguments it says what the newest `Accelerator` of this process says; where there is
-    none, what is known without one.
+    Without arguments it says what the newest `Accelerator` says, or what is known without one.
 
     Args:
         collectives: What the processes do together, and where this one stands.

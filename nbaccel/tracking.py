@@ -98,7 +98,8 @@ class GeneralTracker:
         if missing_attributes:
             raise NotImplementedError(
                 f"The tracker {type(self).__name__} does not define "
-                f"{', '.join(missing_attributes)}: it could not be started. Define them in it."
+                f"{', '.join(missing_attributes)}. It could be neither named nor started. Define "
+                "them in its class."
             )
 
     def start(self) -> None:
@@ -721,8 +722,9 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
         except ConfigError as error:
             mistakes += error.mistakes
     mistakes += [
-        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. Give "
-        "Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)."
+        f"log_with={tracker.name!r} writes to a folder, but logging_dir={logging_dir!r}. It is "
+        "unknown where its files belong. Give Accelerator(project_dir=...), or "
+        "ProjectConfiguration(logging_dir=...)."
         for tracker in matches
         # An instance was given its folder when it was made.
         if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None

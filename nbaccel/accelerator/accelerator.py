@@ -30,7 +30,7 @@ from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.plan import registry
 from nbaccel.precision import precision_check
-from nbaccel.state import remember_accelerator
+from nbaccel.state import remember_accelerator, shows
 from nbaccel.train import distributed
 from nbaccel.train.collectives import check_in_sync
 from nbaccel.train.loader import PreparedLoader
@@ -144,14 +144,8 @@ class Accelerator(TrainingCheckpoints):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would count steps separately, with the same prepared objects
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current batch ends with an optimizer step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
+    sync_gradients: bool = shows("gradient_state.sync_gradients", is_settable=True)
+    """Whether the current batch ends with an optimizer step."""
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -307,7 +301,8 @@ class Accelerator(TrainingCheckpoints):
         if self._run.strategy.owns_precision:
             raise ConfigError(
                 f"clip_grad_value_({clip_value}) is not available with strategy "
-                f"{self._run.initial_plan.strategy!r}: its engine clips norms: clip_grad_norm_."
+                f"{self._run.initial_plan.strategy!r}: its engine holds the gradients, and clips "
+                "by norm alone. Use clip_grad_norm_."
             )
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)

@@ -127,16 +127,8 @@ class RunDescription(ProcessInfo):
     """Whether each batch is cut into a slice per process."""
     dispatch_batches: bool | None = shows("_run.request.data.dispatch_batches")
     """Whether process 0 reads for all."""
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes get equally many batches."""
-        return self._run.request.data.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._run.request.data.even_batches = value
-
+    even_batches: bool = shows("_run.request.data.even_batches", is_settable=True)
+    """Whether all processes get equally many batches."""
     use_seedable_sampler: bool = shows("_run.request.data.use_seedable_sampler")
     """Whether shuffling depends on seed and epoch alone."""
     non_blocking: bool = shows("_run.request.data.non_blocking")

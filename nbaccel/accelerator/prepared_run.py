@@ -298,9 +298,7 @@ class TrainingRun:
 
     request: Request  # the arguments, the environment and the configuration, made one
     place: contracts.Place  # this process among the others
-    initial_plan: (
-        training_plan.TrainingPlan
-    )  # the decisions that need no model, each with its reason
+    initial_plan: training_plan.TrainingPlan  # what needs no model, each decision with its reason
     strategy: contracts.Strategy  # how the processes train a model together
     precision: contracts.Precision  # the number format that layers compute in
     collectives: Collectives  # collective operations over all processes

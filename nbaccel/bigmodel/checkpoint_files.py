@@ -112,7 +112,8 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
     if index_paths:
         index_names = ", ".join(path.name for path in index_paths)
         raise ConfigError(
-            f"{source} holds {len(index_paths)} indexes ({index_names}). Give the path of one."
+            f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
+            "weights. Give the path of one of them."
         )
     try:
         names = sorted(path.name for path in source.iterdir())
@@ -136,7 +137,8 @@ def _indexed_files(index_path: Path) -> tuple[list[Path], dict[str, str]]:
     # A deeply nested text is a RecursionError.
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(
-            f"{index_path} cannot be read as JSON ({error}). {_REMEDY}"
+            f"{index_path} cannot be read as JSON ({error}): it says in which files the weights "
+            f"are. {_REMEDY}"
         ) from error
     weight_map: Any = index.get("weight_map", index) if isinstance(index, dict) else None
     is_map = isinstance(weight_map, dict) and bool(weight_map)
@@ -169,7 +171,8 @@ def _refuse_pointer(path: Path) -> None:
             first_bytes = file.read(len(_POINTER_START))
     except OSError as error:
         raise CheckpointDamaged(
-            f"{path} cannot be opened ({error.strerror or error}). {_REMEDY}"
+            f"{path} cannot be opened ({error.strerror or error}): there is nothing to load from "
+            f"it. {_REMEDY}"
         ) from error
     if first_bytes == _POINTER_START:
         raise CheckpointDamaged(
@@ -225,7 +228,8 @@ def _read_torch(path: Path) -> list[CheckpointTensor]:
         state = read_torch_file(path, mmap=is_mapped)
     if not isinstance(state, Mapping):
         raise CheckpointDamaged(
-            f"{path} holds a {type(state).__name__}, no state dict. Save model.state_dict()."
+            f"{path} holds a {type(state).__name__}, no state dict: it is unclear which tensor is "
+            "which. Save model.state_dict()."
         )
     nested = [str(name) for name, value in state.items() if isinstance(value, Mapping)]
     if nested:

@@ -354,8 +354,7 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if not isinstance(device_map, Mapping):
         raise ConfigError(
             f"device_map={device_map!r} says of no module where it goes: this function needs a "
-            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
-            "load_checkpoint_and_dispatch, which also takes a name."
+            "mapping. Give infer_auto_device_map(model), or call load_checkpoint_and_dispatch."
         )
     if sharded_name is not None:
         raise ConfigError(
@@ -524,7 +523,8 @@ def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: b
             raise ConfigError(
                 f"broadcast_from_rank0={True} cannot send {len(problems)} weights to process "
                 f"{rank}: {first_few(problems, 3)}. Nothing has been loaded. Build the same model "
-                "in all processes and prepare it first, or let each read its part: leave it out."
+                "in all processes and prepare it first, or leave broadcast_from_rank0 out: then "
+                "each process reads its part from the file."
             )
     with torch.no_grad():
         for number, (name, _) in enumerate(expected):

@@ -79,8 +79,7 @@ def get_max_memory(
         inventory: The machine; the one that this process runs on where it is None.
 
     Returns:
-        Budgets in bytes: accelerators by number, then ``mps``, ``cpu`` and ``disk``. There is
-        nothing for the disk that was not given.
+        Budgets in bytes: accelerators by number, then ``mps``, ``cpu``, and ``disk`` if given.
 
     Raises:
         ConfigError: Keys that are no devices, and budgets that are no sizes, all of them together.
@@ -227,8 +226,7 @@ def infer_auto_device_map(
     Args:
         model: The module; its tensors may be on ``meta``.
         max_memory: Budgets by device, as in :func:`get_max_memory`; the disk's may be left out.
-        no_split_module_classes: Names of the classes of blocks that must not be split, such as
-            those with a residual connection.
+        no_split_module_classes: Names of classes that must not be split, such as residual blocks.
         dtype: The format in which weights will be loaded, as in :func:`compute_module_sizes`.
         special_dtypes: Formats of single tensors, as in :func:`compute_module_sizes`.
         verbose: Whether it is logged, at level INFO, where each block is put.
@@ -525,8 +523,7 @@ def show_device_map(
     if not isinstance(shown_map, Mapping) or not shown_map:
         raise ConfigError(
             f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
-            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
-            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
+            "Make one with infer_auto_device_map(model), or by load_checkpoint_and_dispatch."
         )
     check_device_map(model, shown_map)
     machine = inspect_machine() if inventory is None else inventory

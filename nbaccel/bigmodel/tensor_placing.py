@@ -136,9 +136,8 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         raise ConfigError(
             f"fp16_statistics for {tensor_name!r} ({type(fp16_statistics).__name__}) belong to "
-            "8-bit weights of bitsandbytes, which quantize themselves when they are moved; nbaccel "
-            "does not place such weights. Load the model with transformers' BitsAndBytesConfig, "
-            "whole on one GPU, or offload it without quantization."
+            "8-bit weights of bitsandbytes, which nbaccel does not place. Load the model with "
+            "transformers' BitsAndBytesConfig whole on one GPU, or offload it without quantization."
         )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)
@@ -154,7 +153,8 @@ def set_module_tensor_to_device(
         if value is None:
             if current.is_meta and target.type != "meta":
                 raise ConfigError(
-                    f"{tensor_name!r} is on meta, without values for {target}. Pass them as value=."
+                    f"{tensor_name!r} is on meta, without values, so there is nothing to copy to "
+                    f"{target}. Pass them as value=."
                 )
         elif current.shape != (shape := torch.as_tensor(value).shape):
             raise ConfigError(

@@ -70,7 +70,8 @@ def _export(
 
     if to not in _TARGETS:
         raise ConfigError(
-            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script."
+            f"--to must be one of {', '.join(_TARGETS)}: got {to!r}. It says what runs the script. "
+            "Leave it out for nbaccel launch."
         )
     notebook_path = Path(notebook)
     # As the name of a script that can be imported: no blanks and dashes.
@@ -82,7 +83,8 @@ def _export(
     except SyntaxError as error:
         raise ConfigError(
             f"The script would not run: line {error.lineno}: {error.msg}: got "
-            f"{(error.text or '').strip()!r}. Nothing was written. Tag what it needs: export."
+            f"{(error.text or '').strip()!r}. Nothing was written. Put what the function needs "
+            "into cells with the tag export."
         ) from error
     if to in _CLUSTERS:
         # The job finds its first node itself.
@@ -148,7 +150,8 @@ def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite:
     already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
     if already and not overwrite:
         raise ConfigError(
-            f"{', '.join(already)} would be replaced. Give --overwrite, or another --output."
+            f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
+            "--overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for exported_file in exported_files:

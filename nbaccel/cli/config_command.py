@@ -178,7 +178,8 @@ def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -
             is_confirmed = Confirm.ask("Replace it?", console=console, default=False)
         except EOFError as error:
             raise ConfigError(
-                f"{path} is there, with nobody to ask. Give --overwrite, or another --config_file."
+                f"{path} is there already, and there is nobody to ask. It was left as it is. Give "
+                "--overwrite, or another --config_file."
             ) from error
         if not is_confirmed:
             console.print("Nothing was written.")

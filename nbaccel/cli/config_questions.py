@@ -22,7 +22,8 @@ from nbaccel.plan.resolving import resolve
 _NO_ANSWER = "-"  # Stands for "leave it open" where an empty line means the default
 
 # The place of the answer (`?`: nowhere), the question, the default (yes and no make it a question
-# for these, none one to be answered), the words to choose from, and when. A star: left empty.
+# for these, none one that must be answered), the words to choose from, and when it is asked. An
+# answer with a star leaves its place empty.
 _TABLE = """
 ?several                    | Do several machines take part?                       | no
 engine                      | What brings their workers together?                  | auto     | {engines} | ?several=yes
@@ -84,7 +85,8 @@ def ask_config(
     except EOFError as error:
         raise ConfigError(
             f"The input has ended with questions left; {len(questions.settings())} settings were "
-            "answered. Nothing was written. Run it in a terminal, or use nbaccel config default."
+            "answered. Nothing was written. Run nbaccel config in a terminal, or use nbaccel "
+            "config default."
         ) from error
     config = RunConfig(**questions.settings())
     try:

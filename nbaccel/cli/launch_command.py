@@ -100,7 +100,9 @@ def _read_script(
     from nbaccel.config.call_arguments import Script
 
     if is_module and is_program:
-        raise ConfigError(f"-m and --no-python: {target!r} cannot be both. Leave one of them out.")
+        raise ConfigError(
+            f"-m and --no-python contradict each other for {target!r}. Leave one of them out."
+        )
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
     return Script(kind="program" if is_program else "file", target=target, arguments=arguments)

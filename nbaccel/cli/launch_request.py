@@ -52,7 +52,8 @@ class SettingsFile:
     config: RunConfig = field(default_factory=RunConfig)
     name: str = ""  # what to call their source
     path: str | None = None  # the file; None for the default one
-    # Whether it is read with what changes it: wrong alone, or Accelerate's, counting all machines'.
+    # Whether it is read with the settings that change it: it is wrong alone, or Accelerate's, which
+    # counts the processes of all machines.
     is_read_again: bool = False
 
     def merge(self, changes: Mapping[str, Any]) -> RunConfig:
@@ -234,7 +235,8 @@ class _OptionReader:
             name, sign, value = assignment.partition("=")
             if not sign or not name:
                 self.mistakes.append(
-                    f"--env must be NAME=VALUE, set in all workers: got {assignment!r}."
+                    f"--env must be NAME=VALUE: got {assignment!r}. It is set in all workers. "
+                    "Write for example --env NCCL_DEBUG=INFO."
                 )
             else:
                 self._put_variable(name, value, "--env")
@@ -272,7 +274,8 @@ class _OptionReader:
         given_flags = [flag for _, _, flag in filters] + ["--gpu-ids"] * (gpu_ids != "all")
         if len(given_flags) > 1:
             self.mistakes.append(
-                f"{' and '.join(given_flags)} choose devices twice. Leave one of them out."
+                f"{' and '.join(given_flags)} choose devices twice: one would silently override "
+                "the other. Leave one of them out."
             )
         elif gpu_ids != "all":
             self._choose_visible(gpu_ids.split(","), "--gpu-ids")
@@ -299,7 +302,8 @@ class _OptionReader:
         """A setting, not a variable of this command, so that the plan knows what is left out."""
         if not all(number.isdecimal() for number in numbers):
             self.mistakes.append(
-                f"{flag} must name devices by number, such as 0,1: got {','.join(numbers)!r}."
+                f"{flag} must name devices by number: got {','.join(numbers)!r}. Only these are "
+                "used. Give for example 0,1."
             )
             return
         variables = self.settings.get("variables", self.file.config.variables) or {}
@@ -317,7 +321,8 @@ class _OptionReader:
         has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
         if not has_log_dir and any(redirects.values()):
             self.mistakes.append(
-                f"--redirects={given['redirects']!r} needs a folder. Give --log-dir DIR, too."
+                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
+                "lost. Give --log-dir DIR, too."
             )
         if not has_log_dir and any(tees.values()):
             self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")

@@ -125,7 +125,8 @@ def _header_of(path: Path) -> dict[str, int]:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointDamaged(
-            f"{path} cannot be read as safetensors: {error}. Copy it again, or give another file."
+            f"{path} cannot be read as safetensors: {error}. Its sizes are not known. Copy it "
+            "again, or give another file."
         ) from error
 
 
@@ -138,8 +139,9 @@ def _built_model(file: Path, *, trust_remote_code: bool) -> ModelSizes:
         return _sizes_of(config, file.parent, transformers)
     except Exception as error:  # the configuration may be of any model, with code of its own
         raise ConfigError(
-            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Give a file "
-            "of its safetensors, or --trust-remote-code where its folder has code that you trust."
+            f"The model of {file} cannot be built: {type(error).__name__}: {error}. Its "
+            "sizes are not known. Give a file of its safetensors, or --trust-remote-code where "
+            "its folder has code that you trust."
         ) from error
 
 
@@ -202,7 +204,8 @@ def print_estimate(
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
     wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
     mistakes = [
-        f"{option}={word!r} is no format here.{closest(word, known)} Give of: {', '.join(known)}."
+        f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
+        f"of: {', '.join(known)}."
         for option, word, known in wanted
         if word not in known
     ]

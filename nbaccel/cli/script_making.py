@@ -111,7 +111,8 @@ def _syntax_mistake(cell: NotebookCell) -> str:
         text = lines[line_number - 1].strip() if line_number <= len(lines) else ""
         return (
             f"Code cell {cell.number}, line {line_number} is no Python: {error.args[0]}: got "
-            f"{text[:60]!r}. Correct it, or give the cell the tag {SKIP_TAG}."
+            f"{text[:60]!r}. The script would not run. Correct it, or give the cell the tag "
+            f"{SKIP_TAG}."
         )
     return ""
 

@@ -370,7 +370,8 @@ _TAIL_CHARS = 2_000
 
 _TOO_MUCH = (
     f"more than {WHOLE_CHARS // 1_000_000} MB have been printed here. From now on, of what is "
-    "printed fast only some lines are shown: a browser keeps all of them. Write to a file."
+    "printed fast only some lines are shown, because a browser keeps all of them in memory. "
+    "Write to a file what you want to keep."
 )
 
 _FIRST_TICK_S = 0.05  # a call in a cell that is over by then leaves no place for a panel behind

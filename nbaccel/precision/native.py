@@ -106,18 +106,24 @@ _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(eq=False)
-class AutocastForward:
-    """A model's forward that computes in a lower precision and returns float32."""
+class WrappedForward:
+    """What a precision puts in the place of a model's forward, and takes off again."""
 
     forward: Callable[..., Any]
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    cache_enabled: bool | None
 
     def __post_init__(self) -> None:
         # `inspect.signature` follows this to the model's own arguments.
         self.__wrapped__ = self.forward
+
+
+@dataclass(eq=False)
+class AutocastForward(WrappedForward):
+    """A model's forward that computes in a lower precision and returns float32."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A context of its own for each call: one that is shared is not reentrant.
@@ -165,8 +171,7 @@ class _AutocastPrecision(Precision):
         self.take_off_autocast(model)
 
     def take_off_autocast(self, model: nn.Module) -> None:
-        wrapper = model.__dict__.get("forward")
-        if isinstance(wrapper, AutocastForward):
+        while isinstance(wrapper := model.__dict__.get("forward"), WrappedForward):
             restore_forward(model, wrapper.forward)
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:

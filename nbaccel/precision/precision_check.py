@@ -58,7 +58,8 @@ def watch(asked: str) -> Callable[[], None]:
             raise PrecisionMismatch(
                 f"mixed_precision={asked!r} was asked for, but the first optimizer step runs in "
                 f"{'fp32' if found == 'no' else found}: nothing in the function reads the request. "
-                "Use Accelerator() without mixed_precision, or torch.autocast, or no argument."
+                "Use Accelerator() without its own mixed_precision, or torch.autocast, or drop the "
+                "argument."
             )
 
     step_hook = register_optimizer_step_pre_hook(before_step)

@@ -56,13 +56,15 @@ class DdpStrategy(Strategy):
         if wrapper is not _Kind.NO and wrapper not in _WRAPPERS:
             mistakes.append(
                 f"DistributedDataParallelKwargs(comm_wrapper={wrapper.value!r}) cannot wrap "
-                f"another compression. Give 'fp16' or 'bf16', and {wrapper.value!r} as comm_hook."
+                "another compression: only a cast can. Give 'fp16' or 'bf16' as comm_wrapper, and "
+                f"{wrapper.value!r} as comm_hook."
             )
         state_option = settings.comm_state_option
         if state_option and kind not in _WITH_STATE:
             mistakes.append(
                 f"DistributedDataParallelKwargs(comm_state_option={state_option!r}) has no effect "
-                f"with comm_hook={kind.value!r}. Leave it out, or give comm_hook='power_sgd'."
+                f"with comm_hook={kind.value!r}: only PowerSGD keeps a state. Leave it out, or "
+                "give comm_hook='power_sgd'."
             )
         if mistakes:
             raise ConfigError(*mistakes)

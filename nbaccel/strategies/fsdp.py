@@ -303,8 +303,7 @@ def _policy_dtype(dtype: Any) -> Any:
     if name not in _DTYPES_BY_NAME:
         raise ConfigError(
             f"mixed_precision_policy names {dtype!r}, which is no format that layers "
-            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
-            "torch.distributed.fsdp.MixedPrecisionPolicy."
+            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
 

@@ -41,8 +41,9 @@ def follow_parameters(optimizer: Optimizer, became: WeakTensorKeyDictionary) -> 
             if value.shape != old_parameter.shape:
                 raise ConfigError(
                     f"The optimizer already holds {name!r} of shape {tuple(value.shape)} for a "
-                    f"parameter of shape {tuple(old_parameter.shape)}: it is unknown which part "
-                    "belongs to which shard. Call prepare before the first step, or load it later."
+                    f"parameter of shape {tuple(old_parameter.shape)}: it is unknown which part of "
+                    "it belongs to which shard. Call prepare before the first step, or load its "
+                    "state after prepare."
                 )
             state[name] = place_like(value, new_parameter)
         optimizer.state[new_parameter] = state

@@ -481,7 +481,8 @@ def _check_optimizer(optimizer: Optimizer, folder: Path, metadata: Mapping[str, 
     if max(numbers, default=-1) >= len(parameters):
         raise ConfigError(
             f"{folder} has the state of an optimizer of at least {max(numbers) + 1} "
-            f"parameters; this one has {len(parameters)}. Nothing has been loaded. Build the same."
+            f"parameters, and this one has {len(parameters)}. Nothing has been loaded. Build the "
+            "optimizer as when it was saved."
         )
 
 

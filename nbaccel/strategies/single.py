@@ -38,8 +38,9 @@ class SpmdStrategy(Strategy):
         if runtime is None or not runtime.is_spmd():
             raise ConfigError(
                 f'strategy="spmd" needs torch_xla in its SPMD mode: this process computes on '
-                f"{place.device} without it, which cannot change once it runs. Launch with "
-                'RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 before that.'
+                f"{place.device} without it, and the mode cannot be changed once the runtime runs. "
+                'Launch with RunConfig(device="tpu", strategy="spmd"), or set XLA_USE_SPMD=1 '
+                "before torch_xla is imported."
             )
         spmd = importlib.import_module("torch_xla.distributed.spmd")
         self._num_chips = int(runtime.global_runtime_device_count())

@@ -313,7 +313,8 @@ def _mismatch(entries: Sequence[_Entry]) -> CollectiveMismatch:
         f"{entries[0].what} got other data on some processes:\n"
         + "\n".join(calls)
         + "\nThe result would be garbage. Make them equal first: "
-        "accelerator.pad_across_processes(tensor, dim=0), or use gather_object."
+        "accelerator.pad_across_processes(tensor, dim=0), or gather_object for what has "
+        "no fixed size."
     )
 
 

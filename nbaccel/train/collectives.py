@@ -175,7 +175,8 @@ class Collectives:
             found = ", ".join(f"process {rank}: {it}" for rank, it in enumerate(shapes_by_rank))
             raise CollectiveMismatch(
                 "pad_across_processes got different numbers of tensors, or of their dimensions "
-                f"({found}): which belong together? Give the same numbers on every process."
+                f"({found}): it is unclear which belong together. Give as many tensors with as "
+                "many dimensions on every process."
             )
         # `map_leaves` visits leaves in the order in which `_tensor_signature` listed them.
         shapes_by_leaf = zip(*shapes_by_rank, strict=True)

@@ -147,7 +147,8 @@ def name_device(*, cpu: bool = False) -> str:
         if not names:
             raise ConfigError(
                 f"Environment variable {_TORCH_DEVICE_VARIABLE}={str(asked_device)!r} names a "
-                "device unknown to nbaccel. Unset it, or install the package that brings it."
+                "device that nbaccel does not know: it could not be set up. Unset it, or install "
+                "the package that brings the device."
             )
         return names[0]
     # The first device is the host, which is what remains if none of the others is ready. A backend
@@ -190,8 +191,7 @@ def _process_numbers() -> dict[str, int]:
             raise ConfigError(
                 f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
                 f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} not set. They "
-                "could not connect to each other. Start them with notebook_launcher or torchrun, "
-                "or unset WORLD_SIZE to train in this process alone."
+                "could not connect. Use notebook_launcher or torchrun, or unset WORLD_SIZE."
             )
     local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
     return group_numbers | {

@@ -121,7 +121,8 @@ class LoaderPosition:
             raise ConfigError(
                 "This is not the state of a prepared loader: it has "
                 f"{', '.join(map(repr, sorted(state)))}. The loader would begin at the wrong "
-                "batch. Give what its state_dict() returned; of other libraries load no loaders."
+                "batch. Give what its state_dict() returned; of another library's checkpoint, load "
+                "model and optimizer only."
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

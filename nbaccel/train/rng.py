@@ -50,7 +50,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: From 0 to 2**32 - 1.
         device_specific: Add the rank to it, so that every process draws other numbers.
-        deterministic: Let torch use deterministic algorithms only; slower, and others raise.
+        deterministic: Let torch use deterministic algorithms only; slower, and an operation that
+            has none raises.
 
     Raises:
         ConfigError: The seed is no whole number, or out of range.

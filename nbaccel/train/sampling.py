@@ -238,8 +238,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: Whether `batch_size` is the total one.
 
     Attributes:
-        remainder: After an iteration in this process: samples of the last round that
-            are no copies; 0 where the round was full.
+        remainder: After an iteration here: samples of the last round that are no copies; 0: full.
 
     Raises:
         ConfigError: The batches cannot be split into equal slices.

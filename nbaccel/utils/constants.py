@@ -1,7 +1,5 @@
 """Names of files and words, as code written for Accelerate imports them."""
 
-from __future__ import annotations
-
 import operator
 
 from nbaccel.config import handlers

@@ -54,8 +54,7 @@ def merge_fsdp_weights(
     """Make one file of weights that every process wrote a shard of; process 0 does it.
 
     Args:
-        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
-            checkpoint, where it has only one.
+        checkpoint_dir: A checkpoint's ``pytorch_model_fsdp_0``, or a checkpoint with one of them.
         output_path: Folder of the file: ``model.safetensors``.
         safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
         remove_checkpoint_dir: Whether the shards are deleted then.
@@ -73,7 +72,8 @@ def merge_fsdp_weights(
                 raise ConfigError(
                     f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has no shards of one "
                     f"model: found were {[path.name for path in inside] or 'none'}. Give the "
-                    "folder pytorch_model_fsdp_0 that state_dict_type='SHARDED_STATE_DICT' wrote."
+                    "folder pytorch_model_fsdp_0 of a checkpoint that save_state wrote with "
+                    "state_dict_type='SHARDED_STATE_DICT'."
                 )
             (folder,) = inside
         stored_tensors, read_into = _stored_tensors(folder)

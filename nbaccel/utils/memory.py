@@ -108,7 +108,8 @@ def find_executable_batch_size(
             clear_device_cache(garbage_collection=True)
         raise NothingFits(
             f"No batch size from {starting_batch_size} down to 1 fits into memory. The model alone "
-            "is too big for this device. Use a smaller one, a lower precision, or fsdp_plugin."
+            "is too big for this device. Use a smaller model, a lower precision, or several GPUs "
+            "with fsdp_plugin."
         )
 
     return attempt

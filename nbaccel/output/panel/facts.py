@@ -469,7 +469,8 @@ def mean(values: Iterable[float]) -> float | None:
 
 # Of all epochs where their number is known, else of the loop. It is known from a loop over epochs
 # with a bar of `accelerator.progress`, or its `epochs=`, or a bar of tqdm around the loop over
-# batches. What epochs took that are over, all between their loops too, counts for those to come.
+# batches; ranks report all of these. What epochs took that are over counts for those to come, with
+# all that lies between their loops.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """A checkpoint's files: their names, how one is read, and how it is written.
 
 A reader finds the old file or the new one, never a partial file. The names are Accelerate's, so
-that either can read what the other wrote, and ``sampler.bin``, which its documentation promises.
+that either can read what the other wrote; ``sampler.bin``, which its documentation promises, is
+written here, too.
 """
 
 from __future__ import annotations
@@ -111,8 +112,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
         reason = "it is no pickle of plain data"
     return (
         f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
-        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
-        "copy the file again from where it was saved."
+        "damaged or of something else. Nothing has been loaded. Load another, or copy it again."
     )
 
 

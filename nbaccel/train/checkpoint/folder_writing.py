@@ -86,7 +86,8 @@ def read_manifest(folder: Path) -> Mapping[str, Recorded]:
             )
             for file_name, file_entry in content["files"].items()
         },
-        "the sizes and checksums of all files. Load another checkpoint, or delete this file.",
+        "the sizes and checksums of the checkpoint's other files. Load another checkpoint, or "
+        "delete this file to load without them.",
     )
 
 

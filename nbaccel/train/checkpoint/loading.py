@@ -8,8 +8,7 @@
     weights, optimizers, random numbers                    ◄─►  all through
 
 A refusal is the same exception on all processes. A part that is small is read when it is compared,
-and kept; of weights, optimizers and registered models only names and shapes are read before every
-process has agreed to load.
+and kept; of large parts only names and shapes are read before all processes have agreed to load.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ def load_state(
 
     Nothing in the files is run: states hold plain data, and those of registered objects also
     instances of classes that the object's own state has at the time. ``weights_only=False`` in
-    `load_kwargs` lifts that, and lets a file run any code. Load only what you trust then.
+    `load_kwargs` lifts that, and lets a file run any code. Load such only if you trust who wrote
+    it.
     """
     if map_location not in {None, "cpu", "on_device"}:
         raise TypeError(
@@ -365,7 +365,8 @@ class _CheckpointLoad:
         if (scaler := parts.scaler) is not None:
             path = self._folder / files.SCALER_FILE
             yield scaler, _small_state(path, scaler, read_torch_file, _state_problem)
-        # A precision without a file, or saved under another, begins anew; it judges states itself.
+        # A precision without a file, or one saved under another, begins with no history; a state
+        # of another model is left to the precision.
         precision_path = self._existing_file(files.PRECISION_FILE)
         precision = parts.precision_state
         if precision_path is not None and precision is not None and precision.state_dict():
@@ -480,8 +481,7 @@ class _CheckpointLoad:
             if saved is None:
                 raise ConfigError(
                     f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
-                    "which is to be loaded, and no load hook took it. Prepare the models that were "
-                    "saved, or register the hook that loads this one."
+                    "and no load hook took it. Prepare the saved models, or register the hook."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():

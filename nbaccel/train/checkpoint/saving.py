@@ -109,8 +109,7 @@ def check_checkpointable(objects: Sequence[Any]) -> None:
         if missing:
             mistakes.append(
                 f"register_for_checkpointing: object {number}, a {type(registered).__name__}, has "
-                f"no {' and no '.join(missing)}, so it could be neither saved nor restored. Give "
-                "it both methods, or register an object that has them."
+                f"no {' and no '.join(missing)}: it could not be saved and restored. Give it both."
             )
     if mistakes:
         raise ConfigError(*mistakes)
