@@ -52,12 +52,6 @@ from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 
-hand_on(
-    globals(),
-    *("align_module_device", "convert_file_size_to_int", "get_grad_scaler"),
-    *("get_mixed_precision_context_manager", "get_state_dict_from_offload"),
-    *("get_state_dict_offloaded_model", "has_offloaded_params", "is_peft_model"),
-)
 _MOST_NAMES_TOLD = 5
 _state_log = get_logger(__name__)
 
@@ -176,3 +170,6 @@ def get_state_dict_from_offload(
             if name in state_dict:
                 state_dict[name] = value
     return state_dict
+
+
+hand_on(globals())
