@@ -1,7 +1,6 @@
 """nbaccel: train on every chip of this machine, from a notebook cell.
 
-The names below are imported when they are first used: ``import nbaccel`` costs nothing, torch
-is not even looked at.
+The names below are imported when they are first used: ``import nbaccel`` does not look at torch.
 """
 
 from __future__ import annotations

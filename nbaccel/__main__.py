@@ -1,7 +1,5 @@
 """``python -m nbaccel``: the same as the command ``nbaccel``."""
 
-from __future__ import annotations
-
 import sys
 
 from nbaccel.cli import main

@@ -1,8 +1,7 @@
 """Models bigger than memory: built empty, loaded where they fit, and run from there.
 
 Modules on accelerators stay there; weights in host memory or on disk are brought in before a
-module's forward and let go after it. Where the host itself computes, weights in host memory stay
-where they are.
+module's forward and let go after it. Where the host itself computes, those in its memory stay.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbaccel import hooks
@@ -90,8 +85,7 @@ _hook_log = get_logger(__name__)
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Build models whose parameters have shapes and no memory: they are on ``meta``.
 
-    One parameter at a time is allocated before it moves there, without being written to; with
-    `include_buffers` none is.
+    One parameter at a time is allocated before it moves there, but with `include_buffers` none.
 
     Args:
         include_buffers: Whether buffers, too, and everything else that the block makes with
@@ -99,8 +93,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
             ``ACCELERATE_INIT_INCLUDE_BUFFERS`` says, else no.
 
     Yields:
-        Nothing. Blocks can be nested (the innermost counts), and are left as torch was found,
-        also after an exception.
+        Nothing. Blocks can be nested (the innermost counts), and leave torch as it was found.
 
     Example:
         >>> with init_empty_weights():
@@ -165,8 +158,8 @@ _this_thread = _ThisThread()
 @functools.cache
 def _watch_registrations() -> None:
     """Let torch show what modules register; for good, since another thread may be in a block."""
-    register_module_parameter_registration_hook(_moved_parameter)
-    register_module_buffer_registration_hook(_moved_buffer)
+    nn.modules.module.register_module_parameter_registration_hook(_moved_parameter)
+    nn.modules.module.register_module_buffer_registration_hook(_moved_buffer)
 
 
 def _moved_parameter(module: nn.Module, name: str, parameter: Any) -> Any:
@@ -217,8 +210,7 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint, each weight on the tier where it fits, and make the model run there.
 
-    Weights on disk are read from the checkpoint's own files whenever a module needs them, while
-    the module before it computes.
+    Weights on disk are read from the checkpoint's own files, while the module before computes.
 
     Args:
         model: The model; best built under :func:`init_empty_weights`.
@@ -228,8 +220,7 @@ def load_checkpoint_and_dispatch(
             other), or module's name → accelerator, ``"cpu"`` or ``"disk"``. None: weights stay
             where the model is; see :func:`load_checkpoint_in_model`.
         max_memory: Bytes, or texts such as ``"10GiB"``, by tier; None: what is free.
-        no_split_module_classes: Classes whose modules stay whole; None: those that a model of
-            transformers names itself.
+        no_split_module_classes: Classes whose modules stay whole; None: what the model names.
         offload_folder: Not needed. Where it is given, an index of the weights on disk is written
             there, which :func:`dispatch_model` can read later.
         offload_buffers: Whether buffers are moved as parameters are.
@@ -261,14 +252,7 @@ def load_checkpoint_and_dispatch(
             broadcast_from_rank0=broadcast_from_rank0,
         )
         return model
-    tiers = _map_of(
-        model,
-        device_map,
-        max_memory,
-        no_split_module_classes,
-        dtype,
-        offload_buffers=offload_buffers,
-    )
+    tiers = _map_of(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     weights = fill_model(
         model,
         checkpoint,
@@ -297,7 +281,6 @@ def _map_of(
     max_memory: Mapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
     dtype: str | torch.dtype | None,
-    *,
     offload_buffers: bool,
 ) -> Mapping[str, Any]:
     if not isinstance(device_map, str):
@@ -340,8 +323,7 @@ def dispatch_model(
         main_device: Where weights in host memory or on disk compute; None: the first accelerator
             of the map, or the host.
         state_dict: Weights of the modules in host memory; None: the model's own.
-        offload_dir: Folder of the weights on disk. They are written there unless it holds an
-            ``index.json`` already.
+        offload_dir: Folder of the weights on disk, written there unless it has an ``index.json``.
         offload_index: What such an index says, instead of one in the folder.
         offload_buffers: Whether buffers are moved as parameters are.
         skip_keys: Arguments of `forward` that are not moved between devices.
@@ -459,8 +441,7 @@ def _guarded(model: nn.Module, method_name: str) -> Callable[..., nn.Module]:
             )
         warnings.warn(
             f"{type(model).__name__} was placed by a device_map: after .{method_name}{args} its "
-            "hooks still send inputs to the devices of the map. Load it with another device_map "
-            "instead.",
+            "hooks still send inputs to its devices. Load it with another device_map instead.",
             stacklevel=2,
         )
         return move(*args, **kwargs)
@@ -493,12 +474,7 @@ def cpu_offload(
     if state_dict is None:
         state_dict = {name: tensor.to(HOST) for name, tensor in model.state_dict().items()}
     return _offload_all(
-        model,
-        execution_device,
-        state_dict,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
+        model, execution_device, state_dict, offload_buffers, preload_module_classes, prefetch
     )
 
 
@@ -526,13 +502,9 @@ def disk_offload(
     """
     if not _has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload_all(
-        model,
-        execution_device,
-        OffloadedWeightsLoader(save_folder=offload_dir),
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
+        model, execution_device, weights, offload_buffers, preload_module_classes, prefetch
     )
 
 
@@ -548,8 +520,7 @@ def cpu_offload_with_hook(
     Args:
         model: The model.
         execution_device: Where it computes; None: the first accelerator, or the host.
-        prev_module_hook: The hook of the model that is called before this one: it is moved out
-            when this one is called.
+        prev_module_hook: Of the model that is called before this one, which then moves it out.
 
     Returns:
         The model, and a hook whose ``offload()`` moves it out and whose ``remove()`` ends all this.
@@ -563,7 +534,9 @@ def _offload_all(
     model: nn.Module,
     execution_device: torch.device | None,
     weights: Mapping[str, torch.Tensor],
-    **hook_settings: Any,
+    offload_buffers: bool,
+    whole_classes: Sequence[str] | None,
+    prefetch: bool,
 ) -> nn.Module:
     own_devices = (parameter.device for parameter in model.parameters())
     device = execution_device or next(own_devices, torch.device(HOST))
@@ -574,9 +547,8 @@ def _offload_all(
         )
     # Outermost, so that outputs return to where the inputs were.
     hooks.add_hook_to_module(model, hooks.AlignDevicesHook(io_same_device=True), append=True)
-    hooks.attach_align_device_hook(
-        model, execution_device=device, offload=True, weights_map=weights, **hook_settings
-    )
+    whole: dict[str, Any] = {"preload_module_classes": whole_classes, "prefetch": prefetch}
+    hooks.attach_align_device_hook(model, device, True, weights, offload_buffers, **whole)
     return model
 
 

@@ -1,7 +1,6 @@
 """Checkpoints of single objects, under the name by which Accelerate's users import them.
 
-Everything that training needs is saved by ``accelerator.save_state()``, and registered objects with
-it.
+All that training needs, registered objects too, is saved by ``accelerator.save_state()``.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def prepare_data_loader(
         split_batches: Cut each batch into one slice per process.
         put_on_device: Whether batches are moved to the device.
         rng_types: Random generators that all processes take from process 0 at each epoch.
-        dispatch_batches: Whether process 0 reads for all; None: iterable datasets, if batches are
-            put on the device.
+        dispatch_batches: Whether process 0 reads for all; None: iterable datasets put on a device.
         even_batches: Complete the last round from the beginning.
         slice_fn_for_dispatch: How a process takes its rows of a dispatched batch.
         use_seedable_sampler: Shuffle by seed and epoch alone.
@@ -266,16 +265,14 @@ class _LoaderPreparation:
 
     def _iterable_share(self) -> DataLoader[Any]:
         dataset: Any = self.loader.dataset
-        world_size = self.place.world_size
-        rank = self.place.rank
+        world_size, rank = self.place.world_size, self.place.rank
         split_batches = self.settings.split_batches
         batch_size = self.loader.batch_size
         num_shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
         if (
             hasattr(dataset, "shard")
             and isinstance(num_shards, int)
-            # With fewer shards than processes some would have no batches, and the others would wait
-            # for them in the first collective.
+            # With fewer, some would have no batches, and the others would wait for them for ever.
             and num_shards >= world_size
             and not split_batches
         ):

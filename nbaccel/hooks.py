@@ -2,8 +2,7 @@
 
 `AlignDevicesHook` brings weights and arguments to one device for it; weights that are offloaded
 come from a map and go when the module has run. Which module computes where, and what is offloaded,
-is told by the caller. Attributes of a hooked module have the names that transformers and diffusers
-look at.
+is told by the caller. Attributes of a hooked module are those that transformers and diffusers read.
 """
 
 from __future__ import annotations
@@ -178,8 +177,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     # A partial of a function that can be imported: the module can be copied and pickled with it.
     hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), inner_forward)
     if _is_graph_module(module):
-        # Its class, which is its own, gets a new `forward` when the graph changes; one of the
-        # object would hide that.
+        # Its own class gets a new `forward` when the graph changes: the object's would hide that.
         type(module).forward = staticmethod(hooked)
     else:
         module.forward = hooked
@@ -247,8 +245,7 @@ class CpuOffload(ModelHook):
 
     Args:
         execution_device: Where it computes; None: this machine's accelerator, else the CPU.
-        prev_module_hook: Of the model that comes before it in a pipeline: that one goes back to
-            host memory first.
+        prev_module_hook: Of the model before it in a pipeline, which goes to host memory first.
     """
 
     def __init__(
@@ -364,8 +361,7 @@ class AlignDevicesHook(ModelHook):
             ahead (`tell_weights`). None: they are kept in host memory.
         offload_buffers: Whether buffers are offloaded, too.
         place_submodules: Whether the tensors of submodules count as the module's own.
-        skip_keys: Keyword arguments, and keys of mappings in them and in outputs, that are not
-            moved.
+        skip_keys: Keyword arguments, and keys of mappings in them and in outputs, to be left alone.
         tied_params_map: See `set_module_tensor_to_device`.
         execution_order: Shared by the hooks of one model; it asks for weights ahead of time.
     """
@@ -607,8 +603,7 @@ def attach_execution_device_hook(
 ) -> None:
     """Hook all submodules with weights and without a hook: arguments go to where they compute.
 
-    Inside of instances of `preload_module_classes` nothing is hooked; other arguments are as in
-    `attach_align_device_hook`.
+    Inside of `preload_module_classes` nothing is hooked; see also `attach_align_device_hook`.
     """
     for _, part in _outside_of(module, preload_module_classes or ()):
         if not hasattr(part, HOOK_ATTRIBUTE) and len(part.state_dict()) > 0:
@@ -721,8 +716,8 @@ def attach_align_device_hook_on_blocks(
         attach_align_device_hook(module, execution_device, True, module_name=module_name, **inner)
         return
     else:
-        hook = align(execution_device, io_same_device=True, place_submodules=True)
-        add_hook_to_module(module, hook)
+        whole = align(execution_device, io_same_device=True, place_submodules=True)
+        add_hook_to_module(module, whole)
         return
     for name, part in _outside_of(module, (), module_name):
         is_root = name == ""
@@ -738,8 +733,7 @@ def attach_align_device_hook_on_blocks(
                 add_hook_to_module(part, align(device, io_same_device=is_root))
             left_alone = preload_module_classes
         else:
-            hook = align(device, io_same_device=is_root, place_submodules=True)
-            add_hook_to_module(part, hook)
+            add_hook_to_module(part, align(device, io_same_device=is_root, place_submodules=True))
         attach_execution_device_hook(
             part, device, preload_module_classes=left_alone, order=order, **common
         )

@@ -214,8 +214,7 @@ def _merge_settings(config: RunConfig | Configured | None, settings: dict[str, A
     if given:
         raise ConfigError(
             f"config and {', '.join(given)} were both given, and one would silently override the "
-            f"other. Use config.changed({', '.join(f'{name}=…' for name in given)}) or leave "
-            "config out."
+            f"other. Use config.changed({', '.join(f'{name}=…' for name in given)}) or no config."
         )
     return run_config_of(config)
 

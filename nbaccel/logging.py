@@ -37,8 +37,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self.logger.log(level, text, *args, **options)
-                # Every process waits in every round, also those that have logged: it is a
-                # collective.
+                # It is a collective: every process waits in every round, also if it has logged.
                 state.wait_for_everyone()
         elif not main_only or distributed.rank() == 0:
             self.logger.log(level, text, *args, **options)

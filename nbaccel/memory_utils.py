@@ -1,7 +1,5 @@
 """The place where code from before Accelerate 0.17 looks for this function."""
 
-from __future__ import annotations
-
 from nbaccel.utils.memory import find_executable_batch_size
 
 __all__ = ["find_executable_batch_size"]

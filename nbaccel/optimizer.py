@@ -2,8 +2,7 @@
 
 [Note: was it skipped?] With scaled gradients a step may not happen. Asking the scaler afterwards
 would wait for the device a second time, so a hook on the optimizer records whether it stepped. A
-fused optimizer is always called and looks at the flag on the device itself: there the flag is kept,
-and read only when it is needed.
+fused optimizer is always called and looks at the flag on the device, where it stays until needed.
 """
 
 from __future__ import annotations
@@ -16,20 +15,10 @@ from torch.optim import Optimizer
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.state import shows
 from nbaccel.train.gradient import GradientState
 
 __all__ = ["AcceleratedOptimizer"]
-
-
-def _of_optimizer(name: str) -> Any:
-
-    def read(self: AcceleratedOptimizer) -> Any:
-        return getattr(self.optimizer, name)
-
-    def write(self: AcceleratedOptimizer, value: Any) -> None:
-        setattr(self.optimizer, name, value)
-
-    return property(read, write)
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -105,8 +94,7 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             raise ConfigError(
                 f"step(closure={closure!r}) does not work with fp16: the closure's gradients would "
-                "be used without being scaled back. Use mixed_precision='bf16' or 'no', or an "
-                "optimizer that needs no closure."
+                "not be scaled back. Use mixed_precision='bf16' or 'no', or no closure."
             )
         self._has_stepped = False
         result = scaler.step(self.optimizer)
@@ -145,9 +133,9 @@ class AcceleratedOptimizer(Optimizer):
             self._is_overflow = bool(self._is_overflow.item())
         return self._is_overflow
 
-    state = _of_optimizer("state")
-    param_groups = _of_optimizer("param_groups")
-    defaults = _of_optimizer("defaults")
+    state = shows("optimizer.state", is_settable=True)
+    param_groups = shows("optimizer.param_groups", is_settable=True)
+    defaults = shows("optimizer.defaults", is_settable=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters, with settings of their own."""
@@ -181,16 +169,10 @@ class AcceleratedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer,
-            "gradient_state": self.gradient_state,
-            "scaler": self.scaler,
-            # As a bool: the flag itself may be a tensor on a device.
-            "_is_overflow": self.step_was_skipped,
-            "_has_stepped": self._has_stepped,
-            # Not pickled: where it is unpickled, the device may be another.
-            "_mark_step": None,
-        }
+        kept = ("optimizer", "gradient_state", "scaler", "_has_stepped")
+        # The flag as a bool, and no `_mark_step`: they are of this process's device.
+        own = {"_is_overflow": self.step_was_skipped, "_mark_step": None}
+        return own | {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

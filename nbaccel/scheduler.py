@@ -48,7 +48,7 @@ class AcceleratedScheduler:
         )
         states = (getattr(optimizer, "gradient_state", None) for optimizer in self.optimizers)
         self.gradient_state = gradient_state or next(filter(None, states), None) or GradientState()
-        self.with_optimizer = step_with_optimizer
+        self.step_with_optimizer = step_with_optimizer  # whether it waits for the optimizers
         self.steps_per_call = 1
         if not split_batches:
             self.steps_per_call = num_processes or distributed.init_process().world_size
@@ -57,7 +57,7 @@ class AcceleratedScheduler:
         """Advance, if the optimizers stepped; arguments are for the scheduler's own step."""
         if self.gradient_state.is_skipping:
             return
-        if not self.with_optimizer:
+        if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
@@ -79,11 +79,6 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     @property
-    def step_with_optimizer(self) -> bool:
-        """Whether it waits for the optimizers."""
-        return self.with_optimizer
-
-    @property
     def split_batches(self) -> bool:
         """Whether it advances once per optimizer step, however many processes there are."""
         return self.steps_per_call == 1
@@ -102,8 +97,7 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
+        return self.scheduler.state_dict()  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave."""

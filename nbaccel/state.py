@@ -46,9 +46,14 @@ __all__ = [
 _DecoratedFunction = TypeVar("_DecoratedFunction", bound=Callable[..., Any])
 
 
-def shows(path: str) -> Any:
-    """A property that shows what is inside of its object."""
-    return property(operator.attrgetter(path))
+def shows(path: str, *, is_settable: bool = False) -> Any:
+    """A property that shows what is inside of its object, and may set it there."""
+    owner, _, name = path.rpartition(".")
+
+    def set_inside(self: Any, value: Any) -> None:
+        setattr(operator.attrgetter(owner)(self), name, value)
+
+    return property(operator.attrgetter(path), set_inside if is_settable else None)
 
 
 class ProcessInfo:
@@ -63,8 +68,7 @@ class ProcessInfo:
         if number > 1:
             raise ConfigError(
                 f"This {type(self).__name__} was made in one process and is used by {number}: each "
-                "would take itself for the only one, train on all of the data and average nothing. "
-                "Make it in the function or cell that all of them run."
+                "would take itself for the only one. Make it in the function or cell that all run."
             )
 
     @property
@@ -199,8 +203,7 @@ class ProcessInfo:
         Args:
             inputs: A list, tuple, tensor, or dict of such (of equal lengths), or a dataset with
                 `select`; anything else is given to every process whole.
-            apply_padding: Repeat the last item until all parts are equally long, so that results
-                can be gathered.
+            apply_padding: Repeat the last item until all parts, to be gathered, are equally long.
 
         Yields:
             A contiguous part; the first processes have one item more where it does not work out.
@@ -235,8 +238,7 @@ class ProcessInfo:
             return inputs.select([*range(first_item, end_item), *[len(inputs) - 1] * num_missing])
         own_part: Any = inputs[first_item:end_item]
         if isinstance(own_part, torch.Tensor):
-            # As in Accelerate, only padded tensors are moved to the device, since they will be
-            # gathered.
+            # As in Accelerate: only padded tensors, which will be gathered, go to the device.
             padded_part = torch.cat([own_part, *[inputs[-1:]] * num_missing])
             return padded_part.to(self.device) if apply_padding else own_part
         return own_part + type(inputs)(inputs[-1:]) if num_missing else own_part
@@ -253,8 +255,7 @@ def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedF
     return cast("_DecoratedFunction", skip_call)
 
 
-# Accelerators of this process, the newest last; weak, because they hold models. A forked worker
-# has made none yet.
+# Accelerators of this process, newest last; weak: they hold models. A fork has made none yet.
 _LIVE_ACCELERATORS: list[weakref.ref[Any]] = []
 if hasattr(os, "register_at_fork"):  # Windows has no forks
     os.register_at_fork(after_in_child=_LIVE_ACCELERATORS.clear)
@@ -366,8 +367,7 @@ class PartialState(ProcessInfo):
 class AcceleratorState(PartialState):
     """What an `Accelerator` says of its process: ``accelerator.state``.
 
-    Without arguments it says what the newest `Accelerator` of this process says; where there is
-    none, what is known without one.
+    Without arguments it says what the newest `Accelerator` says, or what is known without one.
 
     Args:
         collectives: What the processes do together, and where this one stands.

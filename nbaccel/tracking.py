@@ -219,9 +219,8 @@ class TensorBoardTracker(GeneralTracker):
             elif value is not None:
                 raise ConfigError(
                     f"log({name!r}: {shown(value)}) is no number, text or dict of numbers, and "
-                    "TensorBoard shows nothing else this way. Log a number, or use the writer's "
-                    "own methods: accelerator.get_tracker('tensorboard', "
-                    "unwrap=True).add_histogram(...)."
+                    "TensorBoard shows nothing else this way. Log a number, or use its writer: "
+                    "accelerator.get_tracker('tensorboard', unwrap=True).add_histogram(...)."
                 )
         self.tracker.flush()
 
@@ -312,8 +311,7 @@ class ServiceTracker(GeneralTracker):
             else:
                 warnings.warn(
                     f"log({name!r}: ...) is left out: {self.name} shows no {type(given).__name__} "
-                    f"this way. Use accelerator.get_tracker({self.name!r}, unwrap=True) for the "
-                    "service's own methods.",
+                    f"this way. Use accelerator.get_tracker({self.name!r}, unwrap=True).",
                     stacklevel=4,  # past the tracker's log and Accelerator.log
                 )
 
@@ -710,8 +708,7 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
         Classes for names and instances as given, each once, in the order given.
 
     Raises:
-        ConfigError: A name is unknown, or there is no `logging_dir` for one that needs it; all
-            mistakes together.
+        ConfigError: Names are unknown, or lack a `logging_dir` they need; all mistakes together.
     """
     if log_with is None:
         return []
@@ -746,8 +743,7 @@ def _match_trackers(item: Any) -> list[_Tracker]:
         return [LOGGER_TYPE_TO_CLASS[name] for name in BUILT_IN_TRACKERS if is_there(name)]
     if tracker_name in LOGGER_TYPE_TO_CLASS:
         tracker_class = LOGGER_TYPE_TO_CLASS[tracker_name]
-        is_registered = tracker_class is not BUILT_IN_TRACKERS.get(tracker_name)
-        if is_registered or is_there(tracker_name):
+        if tracker_class is not BUILT_IN_TRACKERS.get(tracker_name) or is_there(tracker_name):
             return [tracker_class]
         if distributed.rank() == 0:
             service = SERVICES.get(tracker_name)

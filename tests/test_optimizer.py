@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.config.handlers import GradScalerKwargs
 from nbaccel.errors import ConfigError
 from nbaccel.optimizer import AcceleratedOptimizer
-from nbaccel.precision.native import Fp16
+from nbaccel.precision.native import LossScaler
 from nbaccel.train.gradient import GradientState
 
 
@@ -24,7 +24,7 @@ def parameter(value: float = 2.0) -> nn.Parameter:
 
 
 def scaler(**settings):
-    return Fp16(torch.device("cpu"), AutocastKwargs(), GradScalerKwargs(**settings)).scaler
+    return LossScaler("cpu", **GradScalerKwargs(**settings).to_dict())
 
 
 def test_it_steps_and_forgets_gradients_only_where_a_group_ends(state):

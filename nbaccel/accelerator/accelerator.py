@@ -23,23 +23,14 @@ from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settin
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.config import Configured, RunConfig
+from nbaccel.config import Configured, RunConfig, handlers
 from nbaccel.config.call_arguments import explained
-from nbaccel.config.handlers import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    Handler,
-    ProfileKwargs,
-    ProjectConfiguration,
-)
 from nbaccel.data_loader import skip_first_batches
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.optimizer import AcceleratedOptimizer
 from nbaccel.plan import registry
 from nbaccel.precision import precision_check
-from nbaccel.state import remember_accelerator
+from nbaccel.state import remember_accelerator, shows
 from nbaccel.train import distributed
 from nbaccel.train.collectives import check_in_sync
 from nbaccel.train.loader import PreparedLoader
@@ -106,18 +97,18 @@ class Accelerator(TrainingCheckpoints):
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
+        dataloader_config: handlers.DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        fsdp_plugin: handlers.FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
         rng_types: Sequence[str] | None = None,
         log_with: Any = None,
         project_dir: str | Path | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        project_config: handlers.ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: handlers.GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Handler] | None = None,
+        kwargs_handlers: Sequence[handlers.Handler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: Any = None,
         deepspeed_plugins: Any = None,
@@ -125,7 +116,7 @@ class Accelerator(TrainingCheckpoints):
         *,
         config: RunConfig | Configured | None = None,
         downcast_bf16: bool = False,
-        kwarg_handlers: Sequence[Handler] | None = None,
+        kwarg_handlers: Sequence[handlers.Handler] | None = None,
     ) -> None:
         given = locals()  # first, when only the arguments are local
         refuse_unserved(given)
@@ -133,8 +124,7 @@ class Accelerator(TrainingCheckpoints):
         self._requested_trackers = tuple(
             tracking.filter_trackers(log_with, request.project.logging_dir)
         )
-        run = TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin))
-        super().__init__(run)
+        super().__init__(TrainingRun.begin(request, dynamo_settings(dynamo_backend, dynamo_plugin)))
         precision_check.note(self.mixed_precision)  # a launch checks that its precision is used
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -154,14 +144,8 @@ class Accelerator(TrainingCheckpoints):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self  # a copy would count steps separately, with the same prepared objects
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current batch ends with an optimizer step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
+    sync_gradients: bool = shows("gradient_state.sync_gradients", is_settable=True)
+    """Whether the current batch ends with an optimizer step."""
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -170,7 +154,7 @@ class Accelerator(TrainingCheckpoints):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        GradientAccumulationPlugin(num_steps=value)  # refuses what makes no sense
+        handlers.GradientAccumulationPlugin(num_steps=value)  # refuses what makes no sense
         self.gradient_state.num_steps = value
 
     @property
@@ -257,17 +241,13 @@ class Accelerator(TrainingCheckpoints):
                 stack.enter_context(self._run.strategy.no_sync(model))
             yield
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Leave gradients of backward passes in the block on their process."""
-        with self._run.strategy.no_sync(model):
-            yield
+        return self._run.strategy.no_sync(model)
 
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Reduce gradients in the block's backward, though the forwards ran under `no_sync`."""
-        with self._run.strategy.sync_in_backward(model):
-            yield
+        return self._run.strategy.sync_in_backward(model)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of the gradients; what was done already is not done again.
@@ -286,9 +266,8 @@ class Accelerator(TrainingCheckpoints):
         if not gradient_state.sync_gradients:
             raise ConfigError(
                 f"Gradients were to be unscaled or clipped after batch {self.step} of a group of "
-                f"{gradient_state.num_steps}: those of later batches would be added in "
-                f"another scale (fp16 multiplies the loss by {scaler.get_scale():.0f}). Clip "
-                "under `if accelerator.sync_gradients:`."
+                f"{gradient_state.num_steps}: those of later batches would be added in another "
+                f"scale ({scaler.get_scale():.0f}). Clip under `if accelerator.sync_gradients:`."
             )
         optimizers = self._optimizers if optimizer is None else optimizer
         for chosen in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
@@ -328,11 +307,11 @@ class Accelerator(TrainingCheckpoints):
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+    def autocast(
+        self, autocast_handler: handlers.AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """Compute in the accelerator's precision inside the block (a loss, for example)."""
-        with self._run.precision.autocast(autocast_handler):
-            yield
+        return self._run.precision.autocast(autocast_handler)
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -532,7 +511,7 @@ class Accelerator(TrainingCheckpoints):
 
     @contextlib.contextmanager
     def profile(
-        self, profile_handler: ProfileKwargs | None = None
+        self, profile_handler: handlers.ProfileKwargs | None = None
     ) -> Iterator[torch.profiler.profile]:
         """Profile the block with torch's profiler, which is yielded.
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from nbaccel.accelerator.prepared_run import TrainingRun
+from nbaccel.accelerator.prepared_run import TrainingRun, one_of
 from nbaccel.base.errors import PlatformUnsupported
 from nbaccel.config import handlers
 from nbaccel.config.capabilities import device_row, precision_row, strategy_row
@@ -24,8 +24,7 @@ def _missing_rank(parallelism_kind: str) -> property:
     def rank(self: RunDescription) -> NoReturn:
         raise PlatformUnsupported(
             f"There is no {parallelism_kind} parallelism in a run of type "
-            f"{self.distributed_type.value}: this version mixes none, and a process has one "
-            "number. Use accelerator.process_index."
+            f"{self.distributed_type.value}: none are mixed. Use accelerator.process_index."
         )
 
     return property(rank, doc="Raises: parallelisms are not mixed; the rank is `process_index`.")
@@ -34,7 +33,7 @@ def _missing_rank(parallelism_kind: str) -> property:
 def _handler(kind: type[Any], meaning: str) -> Any:
 
     def one(self: RunDescription) -> Any:
-        return self._run.request.handlers.one(kind)
+        return one_of(self._run.request.handlers, kind)
 
     return property(one, doc=meaning)
 
@@ -128,16 +127,8 @@ class RunDescription(ProcessInfo):
     """Whether each batch is cut into a slice per process."""
     dispatch_batches: bool | None = shows("_run.request.data.dispatch_batches")
     """Whether process 0 reads for all."""
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether all processes get equally many batches."""
-        return self._run.request.data.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self._run.request.data.even_batches = value
-
+    even_batches: bool = shows("_run.request.data.even_batches", is_settable=True)
+    """Whether all processes get equally many batches."""
     use_seedable_sampler: bool = shows("_run.request.data.use_seedable_sampler")
     """Whether shuffling depends on seed and epoch alone."""
     non_blocking: bool = shows("_run.request.data.non_blocking")

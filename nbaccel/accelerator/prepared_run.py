@@ -15,16 +15,7 @@ import torch
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.log import write_notice
-from nbaccel.config import Fp8Config, RunConfig, run_config_of
-from nbaccel.config.capabilities import (
-    DEVICES,
-    PRECISIONS,
-    STRATEGIES,
-    device_row,
-    fp8_backend,
-    precision_row,
-    strategy_row,
-)
+from nbaccel.config import Fp8Config, RunConfig, capabilities as rows, run_config_of
 from nbaccel.config.fp8 import Fp8Handler
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -37,25 +28,10 @@ from nbaccel.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from nbaccel.plan import registry
+from nbaccel.plan import registry, training_plan
+from nbaccel.plan.contracts import training as contracts
 from nbaccel.plan.contracts.device import Device
-from nbaccel.plan.contracts.training import (
-    Place,
-    Precision,
-    PrecisionSettings,
-    Said,
-    SaidBySettings,
-    Strategy,
-    TrainingRequest,
-)
 from nbaccel.plan.topology import ACTIVATION_CHECKPOINTING
-from nbaccel.plan.training_plan import (
-    ProcessFacts,
-    TrainingPlan,
-    is_emulated,
-    plan_training,
-    recipe_of,
-)
 from nbaccel.train import distributed
 from nbaccel.train.collectives import Collectives
 
@@ -63,49 +39,36 @@ _HANDLERS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKw
 _Kind = TypeVar("_Kind")
 
 
-@dataclass(frozen=True, slots=True)
-class Handlers:
-    """The settings given as ``kwargs_handlers``, one of each class."""
+def one_of(given_handlers: Sequence[Any], kind: type[_Kind]) -> _Kind:
+    """The settings of a class among those given as ``kwargs_handlers``, or its defaults."""
+    return next((item for item in given_handlers if isinstance(item, kind)), None) or kind()
 
-    given: tuple[Any, ...] = ()  # among them settings of strategies
 
-    def one(self, kind: type[_Kind]) -> _Kind:
-        """Those of a class, or its defaults."""
-        return next((item for item in self.given if isinstance(item, kind)), None) or kind()
-
-    @property
-    def fp8(self) -> Fp8Handler | None:
-        """Those of FP8, by whatever library."""
-        return next((handler for handler in self.given if isinstance(handler, Fp8Handler)), None)
-
-    @classmethod
-    def of(
-        cls, given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
-    ) -> Handlers:
-        """Check a list of handlers, which was given under either name of the argument."""
-        if given_handlers is not None and other_spelling is not None:
-            raise _two_given(
-                f"kwargs_handlers={given_handlers}", f"kwarg_handlers={other_spelling}"
+def _checked_handlers(
+    given_handlers: Sequence[Handler] | None, other_spelling: Sequence[Handler] | None
+) -> tuple[Any, ...]:
+    """One of each class, among them settings of strategies, under either name of the argument."""
+    if given_handlers is not None and other_spelling is not None:
+        raise _two_given(f"kwargs_handlers={given_handlers}", f"kwarg_handlers={other_spelling}")
+    # Of strategies whose settings have no argument of their own; by their classes' paths, as
+    # importing the classes of all rows would import their libraries.
+    of_strategies = [row.settings for row in rows.STRATEGIES if row.settings and not row.arguments]
+    by_kind: dict[Any, Any] = {}
+    for handler in given_handlers or other_spelling or ():
+        path = f"{type(handler).__module__}:{type(handler).__qualname__}"
+        kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
+        kind: Any = path if path in of_strategies else next(iter(kinds), None)
+        if kind is None:
+            known = [*(one.__name__ for one in _HANDLERS)]
+            known += [path.partition(":")[2] for path in of_strategies]
+            raise ConfigError(
+                f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
+                f"no effect. Give objects of {', '.join(known)}."
             )
-        # Of strategies whose settings have no argument of their own; by their classes' paths, as
-        # importing the classes of all rows would import their libraries.
-        of_strategies = [row.settings for row in STRATEGIES if row.settings and not row.arguments]
-        by_kind: dict[Any, Any] = {}
-        for handler in given_handlers or other_spelling or ():
-            path = f"{type(handler).__module__}:{type(handler).__qualname__}"
-            kinds = [kind for kind in _HANDLERS if isinstance(handler, kind)]
-            kind: Any = path if path in of_strategies else next(iter(kinds), None)
-            if kind is None:
-                known = [*(one.__name__ for one in _HANDLERS)]
-                known += [path.partition(":")[2] for path in of_strategies]
-                raise ConfigError(
-                    f"kwargs_handlers got a {type(handler).__name__}: {handler!r}. It would have "
-                    f"no effect. Give objects of {', '.join(known)}."
-                )
-            if kind in by_kind:
-                raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
-            by_kind[kind] = handler
-        return cls(tuple(by_kind.values()))
+        if kind in by_kind:
+            raise _two_given(f"kwargs_handlers with {by_kind[kind]}", f"{handler}")
+        by_kind[kind] = handler
+    return tuple(by_kind.values())
 
 
 def _two_given(first: str, second: str) -> ConfigError:
@@ -118,13 +81,13 @@ def _two_given(first: str, second: str) -> ConfigError:
 class Request:
     """Everything that was asked of an `Accelerator`, complete."""
 
-    asked: TrainingRequest
-    handlers: Handlers
+    asked: contracts.TrainingRequest
+    handlers: tuple[Any, ...]  # those given as ``kwargs_handlers``
     accumulation: GradientAccumulationPlugin
     data: DataLoaderConfiguration
     project: ProjectConfiguration
     settings: Any = None  # those of the strategy that was asked for; None where none was
-    said_by_settings: SaidBySettings = field(default_factory=SaidBySettings)
+    said_by_settings: contracts.SaidBySettings = field(default_factory=contracts.SaidBySettings)
     activation_checkpointing: bool = False
     downcast_bf16: bool = False
 
@@ -133,12 +96,12 @@ class Request:
         strategy = self.asked.strategy
         if strategy is not None and strategy.strategy == strategy_name:
             return self.settings
-        return registry.strategy_settings(strategy_name, self.handlers.given)
+        return registry.strategy_settings(strategy_name, self.handlers)
 
     def settings_of(self, argument_name: str) -> Any:
         """The settings that an argument of `Accelerator` stands for, if that strategy was asked."""
         strategy = self.asked.strategy
-        if strategy is None or argument_name not in strategy_row(strategy.strategy).arguments:
+        if strategy is None or argument_name not in rows.strategy_row(strategy.strategy).arguments:
             return None
         return self.settings
 
@@ -146,13 +109,15 @@ class Request:
     def of(cls, given: Mapping[str, Any]) -> Request:
         """Merge the arguments of an `Accelerator`, its configuration and the environment."""
         run_config = None if given["config"] is None else run_config_of(given["config"])
-        handlers = Handlers.of(given["kwargs_handlers"], given["kwarg_handlers"])
+        handlers = _checked_handlers(given["kwargs_handlers"], given["kwarg_handlers"])
         plugins = {name: value for name, value in given.items() if name in _STRATEGY_ARGUMENTS}
         strategy = registry.wanted_strategy(
-            Said(run=run_config, arguments=plugins, handlers=handlers.given, has_environment=True)
+            contracts.Said(
+                run=run_config, arguments=plugins, handlers=handlers, has_environment=True
+            )
         )
         # Before precision and accumulation, because a DeepSpeed file may set both.
-        strategy_settings, request = None, SaidBySettings()
+        strategy_settings, request = None, contracts.SaidBySettings()
         if strategy is not None:
             strategy_settings = strategy.settings()
             request = registry.strategy(strategy.strategy).said_by(strategy_settings)
@@ -171,13 +136,13 @@ class Request:
         project_settings = given["project_config"] or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project_settings.project_dir is None:
             project_settings.set_directories(project_dir)
-        asked = TrainingRequest(
+        asked = contracts.TrainingRequest(
             mixed_precision=precision_name,
             precision_source=precision_source,
             accumulation_steps=accumulation.num_steps or 1,
             accumulation_source=steps_source,
             strategy=strategy,
-            fp8=_fp8_settings(run_config, handlers.fp8, precision_name),
+            fp8=_fp8_settings(run_config, handlers, precision_name),
             device=_requested_device(run_config, cpu=given["cpu"]),
             split_batches=loader_config.split_batches,
         )
@@ -236,9 +201,8 @@ def _accumulation_settings(
         text = (env.read("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "") or "").strip()
         if text and not (text.isdecimal() and int(text)):
             raise ConfigError(
-                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a "
-                "whole number of at least 1: the number of batches in one optimizer step. Correct "
-                "or unset it."
+                f"Environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} is no whole "
+                "number above 0, of batches in one optimizer step. Correct or unset it."
             )
         num_steps, source = int(text or 1), "environment" if text else "default"
     # `replace` copies: the caller may give the same plugin to another accelerator.
@@ -246,7 +210,7 @@ def _accumulation_settings(
 
 
 def _requested_precision(
-    precision: str | None, run_config: RunConfig | None, settings_request: SaidBySettings
+    precision: str | None, run_config: RunConfig | None, settings_request: contracts.SaidBySettings
 ) -> tuple[str, Any]:
     """Its name, and where that comes from."""
     if precision is not None:
@@ -259,8 +223,7 @@ def _requested_precision(
         name, source = (text, "environment") if text else ("no", "default")
     if settings_request.mixed_precision is None or settings_request.mixed_precision == name:
         return name, source
-    # A file may set it, too, and wins over defaults. The launcher exports its own, so `no` in the
-    # environment need not be a user's choice.
+    # A file wins over defaults; a `no` of the environment may be the launcher's, not the user's.
     if source == "default" or (source == "environment" and name == "no"):
         return settings_request.mixed_precision, "config"
     raise ConfigError(
@@ -271,11 +234,12 @@ def _requested_precision(
 
 
 def _fp8_settings(
-    run_config: RunConfig | None, handler: Fp8Handler | None, name: str
+    run_config: RunConfig | None, handlers: Sequence[Any], name: str
 ) -> Fp8Config | None:
+    handler = next((handler for handler in handlers if isinstance(handler, Fp8Handler)), None)
     if handler is None:
         return Fp8Config.from_environment() if run_config is None else run_config.fp8
-    if not any(row.name == name and row.has_backends for row in PRECISIONS):
+    if not any(row.name == name and row.has_backends for row in rows.PRECISIONS):
         raise ConfigError(
             f"kwargs_handlers got {type(handler).__name__} with mixed_precision={name!r}: nothing "
             "would compute in 8 bits. Give mixed_precision='fp8', or leave the handler out."
@@ -290,7 +254,7 @@ def _requested_device(run_config: RunConfig | None, *, cpu: bool) -> str:
     """The row of the device that was asked for; empty where none was."""
     if distributed.wants_cpu(cpu):
         # The first row is the host.
-        return DEVICES[0].name
+        return rows.DEVICES[0].name
     device = "" if run_config is None or run_config.device == "auto" else run_config.device
     return device if device and registry.device(device).is_available() else ""
 
@@ -333,10 +297,10 @@ class TrainingRun:
     """What all parts of one `Accelerator` are given; it does not change while training."""
 
     request: Request  # the arguments, the environment and the configuration, made one
-    place: Place  # this process among the others
-    initial_plan: TrainingPlan  # the decisions that need no model, each with its reason
-    strategy: Strategy  # how the processes train a model together
-    precision: Precision  # the number format that layers compute in
+    place: contracts.Place  # this process among the others
+    initial_plan: training_plan.TrainingPlan  # what needs no model, each decision with its reason
+    strategy: contracts.Strategy  # how the processes train a model together
+    precision: contracts.Precision  # the number format that layers compute in
     collectives: Collectives  # collective operations over all processes
     dynamo: TorchDynamoPlugin  # how prepared models are compiled, if at all
 
@@ -344,9 +308,9 @@ class TrainingRun:
     def begin(cls, request: Request, dynamo: TorchDynamoPlugin) -> TrainingRun:
         """Join the process group, and choose strategy and precision."""
         asked = request.asked
-        process_group = request.handlers.one(InitProcessGroupKwargs)
+        process_group = one_of(request.handlers, InitProcessGroupKwargs)
         device_backend = registry.device(asked.device or distributed.name_device())
-        expected_place = Place(
+        expected_place = contracts.Place(
             device=device_backend.torch_device(distributed.local_rank()),
             device_row=device_backend.name,
             world_size=distributed.world_size(),
@@ -354,14 +318,14 @@ class TrainingRun:
         # Planned twice: a refusal after the processes have met would leave the others waiting; the
         # backend, which the second plan explains, is known only then.
         expected = _observed_facts(expected_place)
-        plan_training(asked, expected)
+        training_plan.plan_training(asked, expected)
         # Looked up for its refusal and dtype; the object is built for the device that was found.
         precision_class = registry.precision(
             asked.mixed_precision, asked.fp8, expected.device, expected.compute_capability
         )
         note = _downcast(request, precision_class, device_backend)
         place = distributed.init_process(device=device_backend.name, settings=process_group)
-        plan = plan_training(asked, _observed_facts(place))
+        plan = training_plan.plan_training(asked, _observed_facts(place))
         plan = replace(plan, warnings=(*plan.warnings, *note))
         strategy_class = registry.strategy(plan.strategy)
         # An engine casts models and scales losses itself: doing both would scale twice.
@@ -381,14 +345,16 @@ class TrainingRun:
         )
 
     @property
-    def plan(self) -> TrainingPlan:
+    def plan(self) -> training_plan.TrainingPlan:
         """The decisions so far, with those that followed from the prepared models."""
         plan = self.initial_plan
         choices = (*self.precision.choices, *self.strategy.choices)
         return replace(plan, choices=(*plan.choices, *choices))
 
 
-def _downcast(request: Request, precision: type[Precision], device: Device) -> tuple[str, ...]:
+def _downcast(
+    request: Request, precision: type[contracts.Precision], device: Device
+) -> tuple[str, ...]:
     """Let floats be shorter on the device, where that was asked for; what is to be said of it."""
     if not request.downcast_bf16:
         return ()
@@ -403,8 +369,8 @@ def _downcast(request: Request, precision: type[Precision], device: Device) -> t
     return (note,)
 
 
-def _observed_facts(place: Place) -> ProcessFacts:
-    return ProcessFacts(
+def _observed_facts(place: contracts.Place) -> training_plan.ProcessFacts:
+    return training_plan.ProcessFacts(
         device=place.device_name,
         device_name=str(place.device),
         world_size=place.world_size,
@@ -415,24 +381,27 @@ def _observed_facts(place: Place) -> ProcessFacts:
     )
 
 
-def _build_precision(request: Request, place: Place, name: str, plan: TrainingPlan) -> Precision:
+def _build_precision(
+    request: Request, place: contracts.Place, name: str, plan: training_plan.TrainingPlan
+) -> contracts.Precision:
     facts = _observed_facts(place)
     fp8 = request.asked.fp8 or Fp8Config()
-    choice = fp8_backend(fp8.backend, device_row(facts.device), facts.compute_capability)
-    has_backends = precision_row(name).has_backends
+    choice = rows.fp8_backend(fp8.backend, rows.device_row(facts.device), facts.compute_capability)
+    has_backends = rows.precision_row(name).has_backends
     if has_backends and choice.row is not None and choice.row.recipes:
-        fp8 = fp8.changed(recipe=recipe_of(fp8, choice.row))
-    precision_settings = PrecisionSettings(
+        fp8 = fp8.changed(recipe=training_plan.recipe_of(fp8, choice.row))
+    precision_settings = contracts.PrecisionSettings(
         device=place.device,
-        autocast=request.handlers.one(AutocastKwargs),
-        scaler=request.handlers.one(GradScalerKwargs),
+        autocast=one_of(request.handlers, AutocastKwargs),
+        scaler=one_of(request.handlers, GradScalerKwargs),
         fp8=fp8 if has_backends else request.asked.fp8,
-        emulates_fp8=choice.row is not None and is_emulated(choice.row, facts.compute_capability),
+        emulates_fp8=choice.row is not None
+        and training_plan.is_emulated(choice.row, facts.compute_capability),
         world_size=place.world_size,
         is_main=place.is_main,
         accumulation_steps=plan.accumulation_steps,
         is_sharded=registry.strategy(plan.strategy).shards_parameters,
-        handlers=request.handlers.given,
+        handlers=request.handlers,
     )
     precision_class = registry.precision(
         name, request.asked.fp8, facts.device, facts.compute_capability

@@ -288,8 +288,7 @@ class Preparer(RunDescription):
                 raise ConfigError(
                     f"This model was loaded in few bits ({loaded_in[0]}) and is partly or wholly "
                     f"on {' and '.join(sorted(host))} (hf_device_map={dict(device_map)}): CPU or "
-                    "disk offload cannot be trained then. Load it whole onto the device that "
-                    "trains: device_map={'': accelerator.device}."
+                    "disk offload cannot train. Load it with device_map={'': accelerator.device}."
                 )
             # Of a model that a device map has spread, each module is moved by its own hook.
             is_spread = has_several or any(it.is_meta for it in model.parameters())
@@ -385,9 +384,8 @@ def _refuse_offloaded(bundle: Bundle) -> None:
         raise ConfigError(
             f"{len(trained)} weights of the optimizer ({first_few(trained, 2)}) are kept in host "
             "memory or on disk and only brought in for a forward: it would step tensors without "
-            "values. Give max_memory with more room or another device_map, so that all weights are "
-            "in memory; or load the model without device_map and give Accelerator a fsdp_plugin, "
-            "or a deepspeed_plugin with stage 3 and offloading."
+            "values. Give max_memory with more room or another device_map; or load it without, and "
+            "give Accelerator a fsdp_plugin, or a deepspeed_plugin with stage 3 and offloading."
         )
 
 

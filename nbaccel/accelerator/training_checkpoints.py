@@ -86,9 +86,8 @@ class TrainingCheckpoints(Preparer):
         # torch gives no access to gradients that `fully_shard` holds between steps.
         if parts.amid_group and parts.sharder is not None:
             warnings.warn(
-                f"save_state within a group of {num_steps} batches: gradients of "
-                f"{step % num_steps} of them are sharded, and will not be in the checkpoint. Save "
-                "where accelerator.sync_gradients is True.",
+                f"save_state within a group of {num_steps} batches leaves out sharded gradients of "
+                f"{step % num_steps}. Save where accelerator.sync_gradients is True.",
                 stacklevel=3,
             )
         return self._checkpoints.save(folder, parts, step=step, **options)
@@ -320,8 +319,7 @@ class Checkpoints:
                 parent = _folder_of(self._project)
                 found = (
                     f"load_state() found no checkpoint_<number> in {str(parent)!r}: there is "
-                    "nothing to continue from. Save one first, or give load_state the folder of a "
-                    "checkpoint."
+                    "nothing to continue from. Save one first, or give the folder of a checkpoint."
                 )
                 if existing := _numbered_checkpoints(parent):
                     found = existing[max(existing)]

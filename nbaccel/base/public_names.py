@@ -25,12 +25,12 @@ def names_handed_on(file_path: str) -> dict[str, str]:
 
 
 def hand_on(module: dict[str, Any], *own_names: str) -> None:
-    """Let a module's ``__all__`` be what it imports, each ``as`` itself, and some names of its own.
+    """Let a module's ``__all__`` also be what it imports, each ``as`` itself; see `name_own`.
 
     Not assigned there: type checkers and the documentation take a computed one for an empty one.
     """
     tree = ast.parse(Path(module["__file__"]).read_text(encoding="utf-8"))
-    module["__all__"] = [*(name for name, _ in _imported_as(tree.body)), *own_names]
+    name_own(module, *(name for name, _ in _imported_as(tree.body)), *own_names)
 
 
 def name_own(module: dict[str, Any], *others: str) -> None:

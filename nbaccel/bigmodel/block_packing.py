@@ -1,7 +1,6 @@
 """Blocks of a model packed onto devices, in the model's order and within budgets.
 
-Plain numbers and names: nothing here knows torch, modules or what a device is, but that some tiers
-are slower than others.
+Plain numbers and names: nothing here knows torch or modules, only that some tiers are slower.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,7 @@ class Block:
 
     name: str  # dotted, unique
     size: float  # bytes of all in it; what is tied counts at its first name only
-    # The name of the block that it is a part of; None at the top. A block that must not be split is
-    # listed without parts.
+    # The block that it is a part of; None at the top. One that must stay whole has no parts.
     inside: str | None = None
     is_layer: bool = False  # whether it is brought onto a device whole when it is used
 
@@ -182,20 +181,18 @@ def pack_blocks(
     packing with room for what is brought back leaves as little to the slowest tier as the first
     one, the first one stands without that room: `lacking_room` says how much that is.
     """
-    rules = _Rules(may_skip_ahead=may_skip_ahead)
-    first_packing = _BlockPacker(forest, tiers, rules).pack()
+    first_packing = _BlockPacker(forest, tiers, may_skip_ahead).pack()
     if first_packing.is_complete and not first_packing.bytes_below(tiers[0].level):
         return first_packing
-    others = [replace(rules, counts_members=True)] if forest.ties else []
-    others += [replace(rules, stays_far_below=False)] if may_skip_ahead else []
+    others: list[dict[str, Any]] = [{"counts_members": True}] if forest.ties else []
+    others += [{"stays_far_below": False}] if may_skip_ahead else []
     computing = [tier for tier in tiers if tier.level == tiers[0].level]
     if len(computing) > 1:
-        rooms = (0.0, first_packing.largest_kept_away)
-        others += [replace(rules, room_kept=room) for room in rooms]
-    packings = [first_packing, *(_BlockPacker(forest, tiers, other).pack() for other in others)]
+        others += [{"room_kept": room} for room in (0.0, first_packing.largest_kept_away)]
+    packers = [_BlockPacker(forest, tiers, may_skip_ahead, **rules) for rules in others]
+    packings = [first_packing, *(packer.pack() for packer in packers)]
     if len(computing) > 1 and first_packing.lacking_room:
-        # Layers are brought back to the first device in use. Accelerate keeps room on the one that
-        # stays empty, and fills this one.
+        # Layers come back to the first device in use. Accelerate keeps room on the one left empty.
         next_tier = replace(computing[1], keeps_room=True)
         later_tiers = [next_tier, *(tier for tier in tiers if tier not in computing[:2])]
         packings.append(pack_blocks(forest, later_tiers, may_skip_ahead=may_skip_ahead))
@@ -208,10 +205,12 @@ def pack_blocks(
     return first_packing if leaves_more and first_packing.is_complete else best
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What ways through the blocks differ in."""
+@dataclass(eq=False)
+class _BlockPacker:
+    """One way through the blocks."""
 
+    _forest: BlockForest
+    _tiers: Sequence[Tier]
     may_skip_ahead: bool  # as in `pack_blocks`
     # Whether a block that is placed before its turn leaves room for the block whose turn it was, on
     # any tier, as Accelerate's does.
@@ -221,14 +220,8 @@ class _Rules:
     # Bytes kept free on the first tier; None: as many as the largest layer without a place.
     room_kept: float | None = None
 
-
-class _BlockPacker:
-    """One way through the blocks."""
-
-    def __init__(self, forest: BlockForest, tiers: Sequence[Tier], rules: _Rules) -> None:
-        self._forest = forest
-        self._tiers = tuple(tiers)
-        self._rules = rules
+    def __post_init__(self) -> None:
+        forest = self._forest
         self._waiting = set(forest.roots)
         # In ascending order, it is a heap.
         self._queue = list(forest.roots)
@@ -236,7 +229,7 @@ class _BlockPacker:
         self._num_passed = 0
         self._current = 0
         self._devices: dict[str, int | str] = {}
-        self._held: dict[int | str, float] = {tier.device: 0 for tier in tiers}
+        self._held: dict[int | str, float] = {tier.device: 0 for tier in self._tiers}
         self._refusals: dict[int | str, Refusal] = {}
 
     def pack(self) -> Packing:
@@ -256,7 +249,7 @@ class _BlockPacker:
             divisible = self._divisible(number, members)
             if divisible is not None:
                 self._split(divisible)
-            elif not (self._rules.may_skip_ahead and self._place_later_block(number)):
+            elif not (self.may_skip_ahead and self._place_later_block(number)):
                 name = self._forest.blocks[number].name
                 refusal = Refusal(name, size, self._room_beside(members))
                 self._refusals[self._tiers[self._current].device] = refusal
@@ -264,7 +257,7 @@ class _BlockPacker:
         first_level = self._tiers[0].level
         away = (layer for layer in self._forest.layers if self._levels[layer] != first_level)
         return Packing(
-            tiers=self._tiers,
+            tiers=tuple(self._tiers),
             devices=self._devices,
             held=self._held,
             refusals=self._refusals,
@@ -293,9 +286,9 @@ class _BlockPacker:
     def _room_beside(self, members: Sequence[int]) -> float:
         if not self._tiers[self._current].keeps_room:
             return 0
-        if self._rules.room_kept is not None and self._current == 0:
-            return self._rules.room_kept
-        known_members = members if self._rules.counts_members else members[:1]
+        if self.room_kept is not None and self._current == 0:
+            return self.room_kept
+        known_members = members if self.counts_members else members[:1]
         return self._largest_waiting(sorted(known_members))
 
     def _largest_waiting(self, members: list[int]) -> float:
@@ -326,8 +319,7 @@ class _BlockPacker:
             heapq.heappush(self._queue, child)
 
     def _place_later_block(self, number: int) -> bool:
-        tier = self._tiers[self._current]
-        if self._held[tier.device] or self._current == len(self._tiers) - 1:
+        if self._held[self._tiers[self._current].device] or self._current == len(self._tiers) - 1:
             return False
         forest = self._forest
         members = self._find_later(
@@ -347,7 +339,7 @@ class _BlockPacker:
 
     def _find_later(self, number: int, is_wanted: Callable[[list[int]], bool]) -> list[int]:
         limit: float | None = None
-        if self._rules.stays_far_below:
+        if self.stays_far_below:
             members = self._forest.together(number, self._waiting)
             beside = max(self._largest_waiting([number]), self._forest.size_of(members))
             limit = (self._tiers[self._current].budget or 0) - beside

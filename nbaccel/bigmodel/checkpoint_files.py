@@ -52,8 +52,7 @@ class CheckpointTensor:
     # Where it begins in a safetensors file, whose elements are not packed otherwise.
     first_byte: int = 0
     opened: torch.Tensor | None = None  # the tensor, of a file of torch
-    # Whether the bytes stay in the file until they are used; not so in files of torch before 1.6,
-    # which are read as a whole.
+    # Whether bytes stay in the file until used: torch before 1.6 wrote files to be read whole.
     is_mapped: bool = True
 
     @property

@@ -81,8 +81,7 @@ def load_checkpoint_in_model(
         device_map: Module's name → accelerator, ``"cpu"`` or ``"disk"``, such as
             :func:`infer_auto_device_map` makes.
         offload_folder: Where `index.json` says in which files the weights on the ``"disk"`` tier
-            are, for :func:`dispatch_model`. Weights are copied there only if they lie in files of
-            `torch.save`.
+            are, for :func:`dispatch_model`. Only weights in files of `torch.save` are copied there.
         dtype: Format of floating-point weights; None: that of the model.
         offload_state_dict: Not needed: memory never holds a whole file beside the model.
         offload_buffers: Whether buffers on the ``"disk"`` tier stay there, as parameters do.
@@ -99,17 +98,15 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise ConfigError(
-            f"offload_8bit_bnb={offload_8bit_bnb!r} asks for weights of bitsandbytes, which this "
-            "version does not make. Load with from_pretrained(quantization_config=...) of "
-            "transformers."
+            f"offload_8bit_bnb={offload_8bit_bnb!r}: bitsandbytes' weights are not made here. Load "
+            "with from_pretrained(quantization_config=...) of transformers."
         )
     tensors = named_tensors(inner_model(model))
     sharded_name = next((name for name, tensor in tensors if is_sharded(tensor)), None)
     if sharded_name is not None and not full_state_dict:
         raise ConfigError(
-            f"full_state_dict={full_state_dict!r} was given for a sharded model: the files that "
-            "are read here hold whole tensors. Leave it out, or load a sharded checkpoint with "
-            "Accelerator.load_state."
+            f"full_state_dict={full_state_dict!r} was given for a sharded model: files here hold "
+            "whole tensors. Leave it out, or load a sharded checkpoint with Accelerator.load_state."
         )
     _refuse_map(device_map, sharded_name)
     if device_map is not None and DISK in device_map.values() and offload_folder is None:
@@ -357,14 +354,12 @@ def _refuse_map(device_map: Any, sharded_name: str | None) -> None:
     if not isinstance(device_map, Mapping):
         raise ConfigError(
             f"device_map={device_map!r} says of no module where it goes: this function needs a "
-            "mapping from modules' names to devices. Give infer_auto_device_map(model), or call "
-            "load_checkpoint_and_dispatch, which also takes a name."
+            "mapping. Give infer_auto_device_map(model), or call load_checkpoint_and_dispatch."
         )
     if sharded_name is not None:
         raise ConfigError(
             f"device_map={_shorten_map(device_map)} was given for a model whose {sharded_name} is "
-            "cut into shards: its processes hold it where the strategy put it. Leave device_map "
-            "out."
+            "cut into shards, which the strategy has placed. Leave device_map out."
         )
 
 

@@ -1,7 +1,6 @@
 """How much each device may hold, and which block of a model goes where.
 
-It only decides: it moves nothing, and initialises no device; free memory is read where the driver
-and the kernel publish it.
+It only decides: it moves nothing and initialises no device; drivers and kernel tell free memory.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def get_max_memory(
         inventory: The machine; the one that this process runs on where it is None.
 
     Returns:
-        Budgets in bytes: accelerators by number, then ``mps``, ``cpu`` and ``disk``. There is
-        nothing for the disk that was not given.
+        Budgets in bytes: accelerators by number, then ``mps``, ``cpu``, and ``disk`` if given.
 
     Raises:
         ConfigError: Keys that are no devices, and budgets that are no sizes, all of them together.
@@ -153,8 +151,7 @@ def get_balanced_memory(
 
     Args:
         model: The module; its tensors may be on ``meta``.
-        max_memory: As in :func:`get_max_memory`; no budget grows. Accelerators with a budget of 0
-            take no share.
+        max_memory: As in :func:`get_max_memory`; no budget grows, and one of 0 takes no share.
         no_split_module_classes: Names of the classes of blocks that must not be split.
         dtype: As in ``compute_module_sizes``.
         special_dtypes: As in ``compute_module_sizes``.
@@ -228,10 +225,8 @@ def infer_auto_device_map(
 
     Args:
         model: The module; its tensors may be on ``meta``.
-        max_memory: Budgets by device, as in :func:`get_max_memory`. The disk is unlimited where it
-            has no budget.
-        no_split_module_classes: Names of the classes of blocks that must not be split, such as
-            those with a residual connection.
+        max_memory: Budgets by device, as in :func:`get_max_memory`; the disk's may be left out.
+        no_split_module_classes: Names of classes that must not be split, such as residual blocks.
         dtype: The format in which weights will be loaded, as in :func:`compute_module_sizes`.
         special_dtypes: Formats of single tensors, as in :func:`compute_module_sizes`.
         verbose: Whether it is logged, at level INFO, where each block is put.
@@ -463,8 +458,7 @@ def fallback_allocate(
         module_sizes: Sizes by name, as of :func:`compute_module_sizes`.
         size_limit: Bytes, or a text such as ``"2GiB"``. Nothing fits below 0.
         no_split_module_classes: Names of the classes of blocks that must not be split.
-        tied_parameters: Groups of tied parameters. A block counts with the blocks that hold
-            what is tied to it.
+        tied_parameters: Groups of tied parameters, whose blocks count together.
 
     Returns:
         The block's name, the block, and what is left of the modules: those around the block are
@@ -517,22 +511,19 @@ def show_device_map(
             free there now and what the model itself takes of it now; weights that hooks keep on
             the host are not seen as the model's.
         inventory: The machine; this one where it is None.
-        device_map: Devices by the names of modules and tensors; the model's own ``hf_device_map``
-            where it is None.
+        device_map: Devices by names of modules and tensors; None: the model's ``hf_device_map``.
 
     Returns:
         What prints itself as bars and a table.
 
     Raises:
-        ConfigError: There is no map, it names something that is no device, or it has no device for
-            some weights.
+        ConfigError: There is no map, it names something else than devices, or lacks some weights.
     """
     shown_map = getattr(model, "hf_device_map", None) if device_map is None else device_map
     if not isinstance(shown_map, Mapping) or not shown_map:
         raise ConfigError(
             f"{type(model).__name__} has no device map to show: hf_device_map is {shown_map!r}. "
-            "Make one with infer_auto_device_map(model) and give it as device_map, or load the "
-            'model with load_checkpoint_and_dispatch(..., device_map="auto").'
+            "Make one with infer_auto_device_map(model), or by load_checkpoint_and_dispatch."
         )
     check_device_map(model, shown_map)
     machine = inspect_machine() if inventory is None else inventory

@@ -169,13 +169,7 @@ def compute_module_total_buffer_size(
     dtype: WeightFormat | None = None,
     special_dtypes: Mapping[str, WeightFormat] | None = None,
 ) -> int:
-    """Bytes of all buffers of a model.
-
-    Args:
-        model: The module.
-        dtype: As in :func:`compute_module_sizes`.
-        special_dtypes: As in :func:`compute_module_sizes`.
-    """
+    """Bytes of all buffers of a model; arguments are as in :func:`compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -186,8 +180,7 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """The largest layer: what has to fit on a device at once for the model to run at all.
 
-    A layer is a module without submodules, one whose class must not be split, or a tensor among
-    ``modules``.
+    A layer has no submodules, or is not to be split by its class, or is a tensor of ``modules``.
 
     Args:
         modules: Modules and tensors with their names.

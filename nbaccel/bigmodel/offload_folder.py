@@ -48,8 +48,7 @@ def offload_weight(
         `index`.
 
     Raises:
-        ConfigError: The name would lead out of the folder, the tensor has no values to write, or
-            the disk has too little room.
+        ConfigError: The name leads out of the folder, there are no values, or too little room.
         OSError: It cannot be written; a file of that name is as it was.
     """
     _write_weights(Path(offload_folder), {weight_name: weight})

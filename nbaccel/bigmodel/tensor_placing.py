@@ -136,9 +136,8 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         raise ConfigError(
             f"fp16_statistics for {tensor_name!r} ({type(fp16_statistics).__name__}) belong to "
-            "8-bit weights of bitsandbytes, which quantize themselves when they are moved; nbaccel "
-            "does not place such weights. Load the model with transformers' BitsAndBytesConfig, "
-            "whole on one GPU, or offload it without quantization."
+            "8-bit weights of bitsandbytes, which nbaccel does not place. Load the model with "
+            "transformers' BitsAndBytesConfig whole on one GPU, or offload it without quantization."
         )
     owner, last_name = own_module(module, tensor_name)
     target = as_device(device)

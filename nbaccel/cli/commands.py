@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -46,31 +46,23 @@ nbaccel launch, come last.
 
 
 def _export(
-    notebook: Annotated[
-        str, typer.Argument(metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False)
-    ],
-    to: Annotated[
-        str, own_option("--to", metavar="|".join(_TARGETS), help="What runs the script.")
-    ] = "nbaccel",
-    output: Annotated[
-        str | None,
-        own_option(
-            *("-o", "--output"),
-            metavar="SCRIPT",
-            help="The script's file; left out: the notebook's name, here.",
-            show_default=False,
-        ),
-    ] = None,
-    function: Annotated[
-        str,
-        own_option(
-            "--function",
-            metavar="NAME",
-            help="The launched function, where the notebook launches several.",
-            show_default=False,
-        ),
-    ] = "",
-    overwrite: Annotated[bool, own_option("--overwrite", help="Replace what is there.")] = False,
+    notebook: str = typer.Argument(
+        ..., metavar="NOTEBOOK", help="A saved .ipynb file.", show_default=False
+    ),
+    to: str = own_option("nbaccel", metavar="|".join(_TARGETS), help="What runs the script."),
+    output: str | None = own_option(
+        *(None, "-o", "--output"),
+        metavar="SCRIPT",
+        help="The script's file; left out: the notebook's name, here.",
+        show_default=False,
+    ),
+    function: str = own_option(
+        "",
+        metavar="NAME",
+        help="The launched function, where the notebook launches several.",
+        show_default=False,
+    ),
+    overwrite: bool = own_option(False, "--overwrite", help="Replace what is there."),
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
@@ -243,39 +235,26 @@ _ESTIMATE_HELP = (
 
 def _estimate(
     context: typer.Context,
-    model_path: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ...")
-    ],
-    dtypes: Annotated[
-        str,
-        typer.Option(
-            "--dtypes",
-            metavar="WORDS",
-            help="Formats of the first table: float32, float16, bfloat16, fp8, int8, int4.",
-        ),
-    ] = "float32,bfloat16,int8,int4",
-    num_gpus: Annotated[
-        int, typer.Option("--num-gpus", metavar="N", min=1, help="Devices of each machine.")
-    ] = 1,
-    num_nodes: Annotated[
-        int, typer.Option("--num-nodes", metavar="N", min=1, help="Machines.")
-    ] = 1,
-    mixed_precision: Annotated[
-        str,
-        typer.Option(
-            "--mixed-precision", metavar="WORD", help="no, fp16, bf16 or fp8, of the second table."
-        ),
-    ] = "no",
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Run the model's own code, where its folder has some."
-        ),
-    ] = False,
-    library_name: Annotated[
-        str, typer.Option("--library-name", metavar="WORD", help="transformers; no other is known.")
-    ] = "transformers",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model_path: str = typer.Argument(
+        ..., metavar="MODEL", help="Folder or file of a model, or gpt2, llama, ..."
+    ),
+    dtypes: str = typer.Option(
+        "float32,bfloat16,int8,int4",
+        metavar="WORDS",
+        help="Formats of the first table: float32, float16, bfloat16, fp8, int8, int4.",
+    ),
+    num_gpus: int = typer.Option(1, metavar="N", min=1, help="Devices of each machine."),
+    num_nodes: int = typer.Option(1, metavar="N", min=1, help="Machines."),
+    mixed_precision: str = typer.Option(
+        "no", metavar="WORD", help="no, fp16, bf16 or fp8, of the second table."
+    ),
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run the model's own code, where its folder has some."
+    ),
+    library_name: str = typer.Option(
+        "transformers", metavar="WORD", help="transformers; no other is known."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     # All of them but the context go on; first, when nothing else is local.
     given = {name: value for name, value in locals().items() if name != "context"}
@@ -286,27 +265,23 @@ def _estimate(
 
 _MERGE_HELP = (
     "Make whole weights of the shards that FSDP's processes wrote (torch.distributed.checkpoint): "
-    "of pytorch_model_fsdp_0 in a checkpoint of Accelerate's or nbaccel's save_state. All files "
-    "appear together at the end, or none."
+    "of pytorch_model_fsdp_0 in a checkpoint of save_state. All files appear together, or none."
 )
 
 
 def _merge(
-    checkpoint_dir: Annotated[
-        str, typer.Argument(metavar="DIR", help="The folder with the shards, or one above it.")
-    ],
-    output_dir: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT", help="Folder for model.safetensors; made if it is not there."
-        ),
-    ],
-    unsafe_serialization: Annotated[
-        bool, typer.Option("--unsafe-serialization", help="Write pytorch_model.bin, a pickle.")
-    ] = False,
-    remove_checkpoint_dir: Annotated[
-        bool, typer.Option("--remove-checkpoint-dir", help="Delete the shards afterwards.")
-    ] = False,
+    checkpoint_dir: str = typer.Argument(
+        ..., metavar="DIR", help="The folder with the shards, or one above it."
+    ),
+    output_dir: str = typer.Argument(
+        ..., metavar="OUT", help="Folder for model.safetensors; made if it is not there."
+    ),
+    unsafe_serialization: bool = typer.Option(
+        False, "--unsafe-serialization", help="Write pytorch_model.bin, a pickle."
+    ),
+    remove_checkpoint_dir: bool = typer.Option(
+        False, "--remove-checkpoint-dir", help="Delete the shards afterwards."
+    ),
 ) -> None:
     from nbaccel.utils.fsdp_utils import merge_fsdp_weights
 
@@ -325,15 +300,12 @@ def _merge(
 
 
 def _show_runs(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
-    stop: Annotated[
-        str | None,
-        typer.Option(
-            "--stop",
-            metavar="ID",
-            help="Stop a run, as its Stop button does: its id, or the number of its process.",
-        ),
-    ] = None,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON list."),
+    stop: str | None = typer.Option(
+        None,
+        metavar="ID",
+        help="Stop a run, as its Stop button does: its id, or the number of its process.",
+    ),
 ) -> None:
     from nbaccel.output.panel.run_notes import interrupt_run, noted_runs
 
@@ -388,11 +360,10 @@ _HIDDEN_VALUE = "(set; not shown)"
 
 
 def _show_env(
-    config_file: Annotated[
-        str | None,
-        typer.Option("--config-file", metavar="FILE", help="Show this configuration file."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_file: str | None = typer.Option(
+        None, metavar="FILE", help="Show this configuration file."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     from nbaccel.plan.inspecting import inspect_machine
 

@@ -56,9 +56,9 @@ def add_to(app: typer.Typer) -> None:
 def _ask(
     context: typer.Context,
     config_file: _FileOption = None,
-    is_default: Annotated[
-        bool, typer.Option("--default", help="Ask nothing: write the defaults of this machine.")
-    ] = False,
+    is_default: bool = typer.Option(
+        False, "--default", help="Ask nothing: write the defaults of this machine."
+    ),
     mixed_precision: _PrecisionOption = None,
     overwrite: _OverwriteOption = False,
 ) -> None:
@@ -70,7 +70,7 @@ def _ask(
     from nbaccel.cli.config_questions import ask_config
     from nbaccel.plan.inspecting import inspect_machine
 
-    console = _console()
+    console = Console(highlight=False)
     path = _file_path(config_file)
     if path.exists():
         console.print(
@@ -89,7 +89,7 @@ def _default(
     from nbaccel.config import RunConfig
     from nbaccel.plan.resolving import resolve
 
-    console = _console()
+    console = Console(highlight=False)
     # Resolved first: a precision that this machine lacks is refused before anything is written.
     plan = resolve(RunConfig(mixed_precision=mixed_precision or "no"))
     config = RunConfig(
@@ -102,7 +102,7 @@ def _default(
 
 def _update(config_file: _FileOption = None, overwrite: _OverwriteOption = False) -> None:
     path = _existing_file(config_file)
-    console = _console()
+    console = Console(highlight=False)
     loaded = _load_and_show_mapped(console, path)
     # Accelerate could not read the file any more, so that its owner is asked.
     _save(console, loaded.config, path, overwrite=overwrite or not loaded.is_accelerate)
@@ -120,16 +120,15 @@ def _import(
 
     if source is None and not accelerate_path().is_file():
         raise ConfigError(
-            f"Accelerate has no configuration file {accelerate_path()}. There is nothing to take "
-            "over. Give the path of one."
+            f"Accelerate has no configuration file {accelerate_path()} to take over. Give a path."
         )
-    console = _console()
+    console = Console(highlight=False)
     loaded = _load_and_show_mapped(console, source or accelerate_path())
     _save(console, loaded.config, _file_path(config_file), overwrite=overwrite)
 
 
 def _show(config_file: _FileOption = None) -> None:
-    console = _console()
+    console = Console(highlight=False)
     loaded = _load_and_show_mapped(console, _existing_file(config_file))
     console.print(f"[bold]{loaded.path}[/bold]", soft_wrap=True)
     _show_yaml(console, loaded.config.to_yaml())
@@ -188,10 +187,6 @@ def _save(console: Console, config: RunConfig, path: Path, *, overwrite: bool) -
     write_config_file(config, path)
     _show_yaml(console, config.to_yaml())
     console.print(f"[green]Written to {path}.[/green]", soft_wrap=True)
-
-
-def _console() -> Console:
-    return Console(highlight=False)
 
 
 def _show_yaml(console: Console, yaml_text: str) -> None:

@@ -39,42 +39,31 @@ def add_to(app: typer.Typer) -> None:
     add_command(app, "launch", _launch, description=_LAUNCH_HELP, short_help=short_help)
 
 
-_PeerOptions = Annotated[
-    bool,
-    own_option(
-        "--peer-options",
-        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-    ),
-]
-
-
 def _launch(
-    script: Annotated[
-        str | None,
-        typer.Argument(metavar="SCRIPT", help="A script; a module with -m.", show_default=False),
-    ] = None,
+    script: str | None = typer.Argument(
+        None, metavar="SCRIPT", help="A script; a module with -m.", show_default=False
+    ),
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="ARGS...", help="The script's own arguments.", show_default=False),
     ] = None,
     config_file: ConfigFile = None,
-    module: Annotated[
-        bool, own_option("-m", "--module", help="SCRIPT is a module: python -m.")
-    ] = False,
-    no_python: Annotated[bool, own_option("--no-python", help="SCRIPT is a program.")] = False,
-    dry_run: Annotated[
-        bool,
-        own_option(
-            "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
-        ),
-    ] = False,
-    debug: Annotated[
-        bool, own_option("--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE.")
-    ] = False,
-    quiet: Annotated[
-        bool, own_option("-q", "--quiet", help="Leave out notes and warnings before the start.")
-    ] = False,
-    peer_options: _PeerOptions = False,
+    module: bool = own_option(False, "-m", "--module", help="SCRIPT is a module: python -m."),
+    no_python: bool = own_option(False, "--no-python", help="SCRIPT is a program."),
+    dry_run: bool = own_option(
+        False, "--dry-run", help="Show every setting, where it is from and the plan; start nothing."
+    ),
+    debug: bool = own_option(
+        False, "--debug", help="Show whole tracebacks; sets ACCELERATE_DEBUG_MODE."
+    ),
+    quiet: bool = own_option(
+        False, "-q", "--quiet", help="Leave out notes and warnings before the start."
+    ),
+    peer_options: bool = own_option(
+        False,
+        "--peer-options",
+        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
+    ),
     **further_options: Any,
 ) -> None:
     from nbaccel.cli import launch_request
@@ -112,8 +101,7 @@ def _read_script(
 
     if is_module and is_program:
         raise ConfigError(
-            f"-m and --no-python contradict each other: {target!r} cannot be a module and a "
-            "program. Leave one of them out."
+            f"-m and --no-python contradict each other for {target!r}. Leave one of them out."
         )
     if is_module:
         return Script(kind="module", target=target, arguments=arguments)
@@ -124,8 +112,7 @@ def _check_script(script: Script, *, is_given: bool) -> None:
     target = script.target
     if not is_given:
         raise ConfigError(
-            f"SCRIPT must be given: got {script!r}. Nothing says what to run. Write nbaccel launch "
-            "[options] script.py [its arguments]."
+            f"SCRIPT must be given, not {script!r}: nbaccel launch [options] script.py [arguments]."
         )
     if script.kind == "module":
         top_name = target.partition(".")[0]

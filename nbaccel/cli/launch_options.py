@@ -307,7 +307,7 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
     taken = {
         flag
         for parameter in parameters
-        for info in getattr(parameter.annotation, "__metadata__", ())
+        for info in (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
         for flag in getattr(info, "param_decls", None) or ()
     }
     taken |= set(setting_flags())

@@ -124,8 +124,7 @@ class _OptionReader:
         """Take one option, except for those that `compute` reads together."""
         if (setting := _SETTINGS_BY_NAME.get(option_name)) is not None:
             if option_name not in _READ_TOGETHER:
-                value = _setting_value(option_name, option_value)
-                self._put(option_name, value, setting.flag)
+                self._put(option_name, _setting_value(option_name, option_value), setting.flag)
             return
         option = _PEERS_BY_NAME.get(option_name)
         # The command's own options are not in the table.
@@ -151,8 +150,7 @@ class _OptionReader:
         if setting_name in self.settings and str(self.settings[setting_name]) != str(value):
             self.mistakes.append(
                 f"{flag} gives {setting_name}={value!r} and {self.flags[setting_name]} gives "
-                f"{self.settings[setting_name]!r}: one would silently override the other. Leave "
-                "one of them out."
+                f"{self.settings[setting_name]!r}: one would override the other. Leave one out."
             )
             return
         self.settings[setting_name] = value
@@ -211,9 +209,8 @@ class _OptionReader:
             self._put("num_processes", None if is_open else total_text, flag)
         elif int(total_text) % int(node_count):
             self.mistakes.append(
-                f"{flag}={total_text} cannot be shared out over {node_count} machines: it "
-                "counts the workers of all of them, as after accelerate launch. Give a multiple, "
-                "or --nproc-per-node for each machine."
+                f"{flag}={total_text} cannot be shared out over {node_count} machines: it counts "
+                "the workers of all. Give a multiple, or --nproc-per-node for each machine."
             )
         else:
             self._put("num_processes", int(total_text) // int(node_count), flag)
@@ -351,8 +348,7 @@ class _OptionReader:
         if all(word.isdecimal() for word in words):
             return [int(word) for word in words]
         self.mistakes.append(
-            f"--local-ranks-filter must be local ranks: got {filter_text!r}. Only these are shown. "
-            "Give for example 0,1."
+            f"--local-ranks-filter must be local ranks to show, such as 0,1: got {filter_text!r}."
         )
         return []
 

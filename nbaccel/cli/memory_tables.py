@@ -72,8 +72,7 @@ def _stored_model(source: Path) -> ModelSizes:
         # A block of a stack is the module up to its first number.
         parts = name.split(".")
         numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-        layer = parts[:-1] if numbered is None else parts[: numbered + 1]
-        by_layer[".".join(layer)] += count
+        by_layer[".".join(parts[:-1] if numbered is None else parts[: numbered + 1])] += count
     total = sum(numbers_by_tensor.values())
     return ModelSizes(
         source=source,
@@ -157,8 +156,7 @@ def _named_model(name: str) -> ModelSizes:
         raise ConfigError(
             f"{name!r} is no file or folder here, and no kind of model of transformers."
             f"{closest(name, kinds)} Nothing is downloaded for an estimate. Fetch it first: hf "
-            f"download {name} --local-dir FOLDER (--include config.json is enough), and give the "
-            "folder."
+            f"download {name} --local-dir FOLDER (--include config.json is enough), and give that."
         )
     note = f"The size is the default of this kind. Others are in the config.json of a {name}."
     return replace(_sizes_of(kinds[name](), Path(name), transformers), notes=(note,))

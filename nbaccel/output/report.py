@@ -193,10 +193,7 @@ def _notes_of(board: RunBoard, plan: Plan, times: list[RankTimes]) -> Iterable[s
             "DataLoaders and of accelerator.progress; computing is what is left."
         )
     else:
-        yield (
-            "No times: no rank has gone through a DataLoader, stepped an optimizer or called "
-            "accelerator.log."
-        )
+        yield "No times: no rank has gone through a DataLoader, stepped an optimizer or logged."
     if len(times) > 1:
         yield (
             "Waiting for others is what a rank spent in collectives beyond the rank that spent "
@@ -493,8 +490,7 @@ class RunReport:
         if kind != (FORMAT_NAME, FORMAT_VERSION):
             raise ConfigError(
                 f"This is no report that can be read: format and version are {kind[0]!r} and "
-                f"{kind[1]!r}, and {FORMAT_NAME!r} and {FORMAT_VERSION} are known. Give what "
-                "RunReport.to_dict returned."
+                f"{kind[1]!r}, not {FORMAT_NAME!r} and {FORMAT_VERSION}. Give what to_dict() gave."
             )
         try:
             plain = json.loads(json.dumps({**document}))

@@ -17,13 +17,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import write_notice
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import Fp8Config
-from nbaccel.plan.contracts.training import (
-    Bundle,
-    Piece,
-    PrecisionSettings,
-    Remembered,
-    ShardReader,
-)
+from nbaccel.plan.contracts import training as contracts
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.precision.fp8.linear import MULTIPLE, Fp8Linear
 from nbaccel.precision.fp8.scaled_adam import master_values
@@ -140,13 +134,13 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     return list(plain_weights.values())
 
 
-class MasterReader(ShardReader):
+class MasterReader(contracts.ShardReader):
     """Reads weights of MS-AMP's level O3: what one process has in FP16 is what was trained."""
 
     def is_cut(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, ScaledTensor) and tensor.owner is not None
 
-    def local_pieces(self, tensor: Any, held: object = None) -> list[Piece]:
+    def local_pieces(self, tensor: Any, held: object = None) -> list[contracts.Piece]:
         return [] if tensor.master is None else [(0, tensor.master.dequantize().reshape(-1))]
 
     def assign(self, tensor: Any, whole: torch.Tensor) -> None:
@@ -154,7 +148,7 @@ class MasterReader(ShardReader):
         if tensor.master is not None:
             tensor.master.store(whole)
 
-    def take_back(self, module: nn.Module, remembered: Remembered) -> bool:
+    def take_back(self, module: nn.Module, remembered: contracts.Remembered) -> bool:
         return bool(restore_layers(module))
 
 
@@ -169,18 +163,14 @@ class Fp8Precision(Bf16):
     skips_ends_by_default: ClassVar[bool] = False  # whether first and last layer stay as they are
     needs_layers = True  # whether a model is refused of which no layer would compute in 8 bits
 
-    def __init__(self, settings: PrecisionSettings) -> None:
-        super().__init__(settings.device, settings.autocast, settings.scaler)
+    def __init__(self, settings: contracts.PrecisionSettings) -> None:
+        super().__init__(settings)
         self.settings = settings
         self.fp8 = settings.fp8 or Fp8Config()
         # Optimizers hold the parameters that models had before; some are prepared later.
         self._became = WeakTensorKeyDictionary()
 
-    @classmethod
-    def build(cls, settings: PrecisionSettings) -> Fp8Precision:
-        return cls(settings)
-
-    def convert(self, bundle: Bundle) -> Bundle:
+    def convert(self, bundle: contracts.Bundle) -> contracts.Bundle:
         selections = [(model, self.select(model)) for model in bundle.models]
         if self.needs_layers:
             require_layers(selections)

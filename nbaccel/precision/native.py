@@ -27,7 +27,7 @@ from torch import nn
 from nbaccel.base import torch_private
 from nbaccel.base.errors import UserMistake
 from nbaccel.base.trees import leaves, map_leaves
-from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
+from nbaccel.config.handlers import AutocastKwargs
 from nbaccel.plan.contracts.training import Precision, PrecisionSettings
 
 
@@ -87,9 +87,8 @@ class LossScaler(torch.amp.GradScaler):
         if torch_private.scale_tensor(self) is None:
             raise UserMistake(
                 f"{type(optimizer).__name__} cannot step with mixed_precision='fp16': no loss went "
-                "through accelerator.backward(), which multiplies it so that small gradients "
-                "do not become zero in float16. Write accelerator.backward(loss) in place of "
-                "loss.backward()."
+                "through accelerator.backward(), which keeps small gradients from becoming zero in "
+                "float16. Write accelerator.backward(loss) in place of loss.backward()."
             )
         # A second step of the same optimizer belongs to the next iteration.
         if self._waiting and torch_private.has_stepped(self, optimizer):
@@ -107,18 +106,24 @@ _SHORT_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(eq=False)
-class AutocastForward:
-    """A model's forward that computes in a lower precision and returns float32."""
+class WrappedForward:
+    """What a precision puts in the place of a model's forward, and takes off again."""
 
     forward: Callable[..., Any]
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-    cache_enabled: bool | None
 
     def __post_init__(self) -> None:
         # `inspect.signature` follows this to the model's own arguments.
         self.__wrapped__ = self.forward
+
+
+@dataclass(eq=False)
+class AutocastForward(WrappedForward):
+    """A model's forward that computes in a lower precision and returns float32."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+    cache_enabled: bool | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A context of its own for each call: one that is shared is not reentrant.
@@ -139,15 +144,13 @@ def restore_forward(model: nn.Module, forward: Any) -> None:
 class _AutocastPrecision(Precision):
     """The common part of the three precisions."""
 
-    def __init__(
-        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
-    ) -> None:
-        self._device_type = device.type
-        self._settings = autocast
+    def __init__(self, settings: PrecisionSettings) -> None:
+        self._device_type = settings.device.type
+        self._settings = settings.autocast
 
     @classmethod
     def build(cls, settings: PrecisionSettings) -> _AutocastPrecision:
-        return cls(settings.device, settings.autocast, settings.scaler)
+        return cls(settings)
 
     def wrap_forward(self, model: nn.Module) -> None:
         """See :meth:`Precision.wrap_forward`; replaces what an earlier precision put there."""
@@ -168,8 +171,7 @@ class _AutocastPrecision(Precision):
         self.take_off_autocast(model)
 
     def take_off_autocast(self, model: nn.Module) -> None:
-        wrapper = model.__dict__.get("forward")
-        if isinstance(wrapper, AutocastForward):
+        while isinstance(wrapper := model.__dict__.get("forward"), WrappedForward):
             restore_forward(model, wrapper.forward)
 
     def autocast(self, settings: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -200,11 +202,9 @@ class Fp16(_AutocastPrecision):
     name: ClassVar[str] = "fp16"
     dtype = torch.float16
 
-    def __init__(
-        self, device: torch.device, autocast: AutocastKwargs, scaler: GradScalerKwargs
-    ) -> None:
-        super().__init__(device, autocast, scaler)
-        self.scaler = LossScaler(device.type, **scaler.to_dict())
+    def __init__(self, settings: PrecisionSettings) -> None:
+        super().__init__(settings)
+        self.scaler = LossScaler(settings.device.type, **settings.scaler.to_dict())
 
 
 def as_float32(tree: Any) -> Any:

@@ -28,19 +28,14 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.trees import names_by_tensor
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
+from nbaccel.precision import fp8_layers
 from nbaccel.precision.fp8.gradient_exchange import ScaledGradients
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
 from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
 from nbaccel.precision.fp8.scaled_tensor import E4M3, E5M2, FP16, ScaledTensor, accumulation_format
-from nbaccel.precision.fp8_layers import (
-    Fp8Precision,
-    LayerSelection,
-    follow_parameters,
-    unshared_weights,
-)
 
 
-class NativeFp8(Fp8Precision):
+class NativeFp8(fp8_layers.Fp8Precision):
     """Linear layers of nbaccel's own."""
 
     skips_ends_by_default = True
@@ -76,7 +71,7 @@ class NativeFp8(Fp8Precision):
         emulated = ", emulated" if self.settings.emulates_fp8 else ""
         return f"nbaccel's layers, {self.fp8.recipe} scaling{emulated}"
 
-    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+    def convert_model(self, model: nn.Module, selection: fp8_layers.LayerSelection) -> nn.Module:
         gradient_format = E5M2 if self.fp8.fp8_format == "HYBRID" else E4M3
         history = None
         if self._is_delayed and selection.chosen:
@@ -172,10 +167,12 @@ class MsAmpFp8(NativeFp8):
     def describe(self) -> str:
         return f"MS-AMP's {self.fp8.opt_level}, {super().describe()}"
 
-    def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
+    def convert_model(self, model: nn.Module, selection: fp8_layers.LayerSelection) -> nn.Module:
         super().convert_model(model, selection)
         weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
-        short_weights = {id(weight): weight for weight in unshared_weights(model, selection)}
+        short_weights = {
+            id(weight): weight for weight in fp8_layers.unshared_weights(model, selection)
+        }
         for layer in selection.chosen.values():
             weight = layer.weight
             if id(weight) not in short_weights:
@@ -191,7 +188,7 @@ class MsAmpFp8(NativeFp8):
                 f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
                 "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
             )
-        followed = follow_parameters(optimizer, self._became.get)
+        followed = fp8_layers.follow_parameters(optimizer, self._became.get)
         first_values = {id(replacement): parameter.detach() for parameter, replacement in followed}
         if self.fp8.opt_level == "O1":
             return optimizer

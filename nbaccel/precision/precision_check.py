@@ -39,8 +39,7 @@ def watch(asked: str) -> Callable[[], None]:
         weights = list(layer.parameters(recurse=False))
         # Layers without weights have no dtype of their own; evaluation may use another precision.
         if weights and torch.is_grad_enabled():
-            is_torchs = type(layer).__module__.startswith("torch.nn.")
-            only_torch_layers = only_torch_layers and is_torchs
+            only_torch_layers &= type(layer).__module__.startswith("torch.nn.")
             kind = weights[0].device.type
             is_autocasting = torch.is_autocast_enabled(kind)
             seen.add(torch.get_autocast_dtype(kind) if is_autocasting else weights[0].dtype)

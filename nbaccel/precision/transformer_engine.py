@@ -1,17 +1,14 @@
 """``TransformerEngineFp8``: TransformerEngine's layers under its autocast.
 
 Its linear layers and LayerNorms take the place of torch's, with the very parameters of these, so
-optimizers and shared memory need not know (Accelerate copies the weights). Largest magnitudes are
-reduced over all processes of the run.
+optimizers and shared memory need not know. Largest magnitudes are reduced over all processes.
 
-TransformerEngine loads on machines with CUDA alone, so everything here but :func:`build_recipe` has
-been run with stand-ins for its layers only.
+It loads on machines with CUDA alone: all but :func:`build_recipe` has been run with stand-ins only.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,6 +22,7 @@ from nbaccel.base.optional_packages import require
 from nbaccel.config import Fp8Config
 from nbaccel.plan.contracts.training import PrecisionSettings
 from nbaccel.precision.fp8_layers import Fp8Precision, LayerSelection, put_layers
+from nbaccel.precision.native import WrappedForward
 
 _RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -50,8 +48,7 @@ class TransformerEngineFp8(Fp8Precision):
         if ignored and settings.is_main:
             told = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
             write_notice(
-                f"nbaccel: the installed TransformerEngine does not read {told} with this recipe: "
-                "no effect.\n"
+                f"nbaccel: with this recipe the installed TransformerEngine does not read {told}.\n"
             )
 
     def convert_model(self, model: nn.Module, selection: LayerSelection) -> nn.Module:
@@ -63,36 +60,22 @@ class TransformerEngineFp8(Fp8Precision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         super().wrap_forward(model)
-        # Outside of torch's autocast, so that the class above takes its own off alone.
         model.__dict__["forward"] = TransformerEngineForward(
-            model, model.forward, self._library, self._recipe, self.fp8.use_autocast_during_eval
+            model.forward, model, self._library, self._recipe, self.fp8.use_autocast_during_eval
         )
 
     def _restore(self, model: nn.Module) -> None:
         restore_layers(model)
 
-    def take_off_autocast(self, model: nn.Module) -> None:
-        """Give a model its own forward back, from under both contexts."""
-        outer_forward = model.__dict__.get("forward")
-        if isinstance(outer_forward, TransformerEngineForward):
-            outer_forward.take_off(model)
-        super().take_off_autocast(model)
-
 
 @dataclass(eq=False)
-class TransformerEngineForward:
+class TransformerEngineForward(WrappedForward):
     """A forward under TransformerEngine's autocast."""
 
     _model: nn.Module
-    forward: Callable[..., Any]
     _library: Any
     _recipe: Any
     _in_evaluation: bool
-
-    def __post_init__(self) -> None:
-        # `inspect.signature` follows this to the model's own arguments.
-        self.__wrapped__ = self.forward
-        self._was_on_instance = "forward" in self._model.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -103,12 +86,6 @@ class TransformerEngineForward:
             autocast = self._library.fp8_autocast
         with autocast(enabled=self._in_evaluation or self._model.training, **settings):
             return self.forward(*args, **kwargs)
-
-    def take_off(self, model: nn.Module) -> None:
-        """Give the model the forward back that it had."""
-        del model.__dict__["forward"]
-        if self._was_on_instance:
-            model.__dict__["forward"] = self.forward
 
 
 def load_transformer_engine() -> Any:

@@ -92,10 +92,7 @@ class DdpStrategy(Strategy):
         return dataclasses.replace(bundle, models=tuple(map(self._wrapped, bundle.models)))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, DistributedDataParallel):
-            inner: nn.Module = model.module
-            return inner
-        return model
+        return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; the forward belongs into the context, too."""

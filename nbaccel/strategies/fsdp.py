@@ -93,10 +93,9 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         if place.device.type == "cuda" and place.backend == "gloo" and not place.is_alone:
             raise PlatformUnsupported(
                 f"fsdp_plugin was given where {place.world_size} processes talk by gloo about "
-                f"tensors on {place.device} (workers that share a GPU do): the process would be "
-                "killed by torch when shards are put together. Launch at most one process per GPU, "
-                "with NCCL, or leave fsdp_plugin out: a GPU that is shared has no more memory by "
-                "sharding."
+                f"tensors on {place.device} (workers that share a GPU do): torch would kill the "
+                "process. Launch at most one process per GPU, with NCCL, or leave fsdp_plugin out: "
+                "a GPU that is shared has no more memory by sharding."
             )
         self._settings = settings
         self._inner, self._root = _mixed_policies(settings.mixed_precision_policy, precision.dtype)
@@ -110,10 +109,9 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
     ) -> FsdpStrategy:
         if place.device.type == "xla":
             raise ConfigError(
-                f"{settings!r} was given on {place.device}: fully_shard needs a process group that "
-                "shards tensors, and torch_xla has none for it. Launch with "
-                'RunConfig(device="tpu", strategy="spmd"), which shards weights by XLA, or use '
-                "torch_tpu."
+                f"{settings!r} was given on {place.device}: torch_xla has no process group that "
+                'shards tensors. Launch with RunConfig(device="tpu", strategy="spmd"), by which '
+                "XLA shards weights, or use torch_tpu."
             )
         return cls(place, settings, precision)
 
@@ -305,8 +303,7 @@ def _policy_dtype(dtype: Any) -> Any:
     if name not in _DTYPES_BY_NAME:
         raise ConfigError(
             f"mixed_precision_policy names {dtype!r}, which is no format that layers "
-            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a "
-            "torch.distributed.fsdp.MixedPrecisionPolicy."
+            f"compute in. Give one of {', '.join(_DTYPES_BY_NAME)}, or a MixedPrecisionPolicy."
         )
     return _DTYPES_BY_NAME[name]
 
@@ -315,10 +312,9 @@ def _refuse_meta_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(
-                f"{type(model).__name__}.{name} is on the meta device: it has no values "
-                "to shard. Load the weights first: load_checkpoint_in_model(model, path) maps "
-                "them, and each process reads its own shard. (Workers share one copy of a model "
-                "that is passed to the launch.)"
+                f"{type(model).__name__}.{name} is on the meta device: it has no values to shard. "
+                "Load the weights first: load_checkpoint_in_model(model, path) maps them, and each "
+                "process reads its shard. (Workers share one copy of a model that a launch gets.)"
             )
 
 
@@ -332,8 +328,5 @@ def _whole(value: Any) -> Any:
 def _norm_of_gradients(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total_norm: torch.Tensor = get_total_norm(gradients, norm_type)
-    if isinstance(total_norm, DTensor):
-        # Each process has the norm of its own shards; `full_tensor` combines them, in a collective.
-        full_norm: torch.Tensor = total_norm.full_tensor()
-        return full_norm
-    return total_norm
+    # Each process has the norm of its own shards; `full_tensor` combines them, in a collective.
+    return total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm

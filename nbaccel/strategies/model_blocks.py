@@ -185,9 +185,8 @@ def enable_gradient_checkpointing(model: Any) -> None:
     enable_method = _enabling_method(model)
     if enable_method is None:
         raise ConfigError(
-            f"{type(model).__name__} has no gradient_checkpointing_enable(): torch has no switch "
-            "for it that all modules share. Give the model that method, or call "
-            "torch.utils.checkpoint in its forward()."
+            f"{type(model).__name__} has no gradient_checkpointing_enable(): no switch that all "
+            "modules share. Give it that method, or call torch.utils.checkpoint in its forward()."
         )
     enable_method()
 

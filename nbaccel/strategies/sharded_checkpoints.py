@@ -29,12 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint import default_planner, state_dict as model_states
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -45,11 +40,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.distributed.tensor import DTensor
@@ -241,7 +231,7 @@ class _CheckedReader(FileSystemReader):
         return self._metadata
 
 
-class _PlainPlanner(DefaultLoadPlanner):
+class _PlainPlanner(default_planner.DefaultLoadPlanner):
     """torch's planner, which reads objects as plain data."""
 
     def __init__(self, folder: Path) -> None:
@@ -428,8 +418,8 @@ class OwnPartCheckpoints:
             # DCP reads only into given tensors; an optimizer that has not stepped has none.
             content.update(_optimizer_slots(optimizer, folder, metadata))
         read_entries(content, folder, metadata)
-        options = StateDictOptions(strict=not left_out)
-        set_model_state_dict(model, content.pop("model"), options=options)
+        options = model_states.StateDictOptions(strict=not left_out)
+        model_states.set_model_state_dict(model, content.pop("model"), options=options)
         if optimizer is not None:
             param_groups = _nest_entries(_GROUPS_PREFIX, content)
             optimizer.load_state_dict(
@@ -440,7 +430,7 @@ class OwnPartCheckpoints:
             )
 
 
-class _PartPlanner(DefaultSavePlanner):
+class _PartPlanner(default_planner.DefaultSavePlanner):
     """Plans what one host's processes write; torch's own refuses where shards are missing."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -450,7 +440,7 @@ class _PartPlanner(DefaultSavePlanner):
             new_items = [item for item in process_plan.items if item.index not in planned]
             planned.update(item.index for item in new_items)
             plans.append(dataclasses.replace(process_plan, items=new_items))
-        self.global_plan, metadata = create_default_global_save_plan(plans)
+        self.global_plan, metadata = default_planner.create_default_global_save_plan(plans)
         mappings = dict(ChainMap(*(plan.planner_data for plan in self.global_plan)))
         self.metadata = dataclasses.replace(metadata, planner_data=mappings)
         return self.global_plan, self.metadata
@@ -458,7 +448,7 @@ class _PartPlanner(DefaultSavePlanner):
 
 def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
     # torch's function gives names without the prefixes of wrappers.
-    state = get_model_state_dict(model)
+    state = model_states.get_model_state_dict(model)
     return {name: value for name, value in state.items() if name not in left_out}
 
 
@@ -470,7 +460,7 @@ def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: 
         if isinstance(value, torch.Tensor)
     }
     num_found: Counter[str] = Counter()
-    for item in create_default_local_load_plan(slots, metadata).items:
+    for item in default_planner.create_default_local_load_plan(slots, metadata).items:
         num_found[item.dest_index.fqn] += math.prod(item.lengths)
     for key, tensor in slots.items():
         shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor

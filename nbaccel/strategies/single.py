@@ -2,8 +2,7 @@
 
 :class:`SpmdStrategy` cuts every parameter along its longest dimension that the number of chips
 divides, batches along their first, and XLA's partitioner derives the rest of the program,
-collectives included (GSPMD: Xu et al. 2021, https://arxiv.org/abs/2105.04663). Numbers are those of
-one chip.
+collectives included (GSPMD, https://arxiv.org/abs/2105.04663). Numbers are those of one chip.
 """
 
 from __future__ import annotations

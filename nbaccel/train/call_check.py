@@ -61,8 +61,7 @@ def wanted_check() -> str:
     if check not in _CHECKS:
         raise ConfigError(
             f"Environment variable {CHECK_VARIABLE} must be one of {', '.join(_CHECKS)}: got "
-            f"{check!r}. It says before which collectives processes compare their calls. Correct "
-            f"it, or unset it for {default!r}."
+            f"{check!r}. It says which calls are compared. Correct it, or unset it for {default!r}."
         )
     return check
 
@@ -161,8 +160,7 @@ class CollectiveCheck:
         if self.is_in_fork:
             raise UnsafeMoment(
                 f"Process {os.getpid()} was forked from process {self._rank} of the group, and "
-                f"calls {what}. It would send as its parent, and the others would get wrong data. "
-                "Call collectives in the parent only."
+                f"calls {what}: others would get wrong data. Call collectives in the parent only."
             )
         if resting := resting_ranks():
             raise CollectiveMismatch(
@@ -237,8 +235,7 @@ class CollectiveCheck:
         return (
             f"Process {self._rank} is in {own.describe()}, but process {rank} has left: its "
             f"function returned or it died{also}. Every process must call every collective equally "
-            f"often; look for an `if` or a `break` around this line that process {rank} does not "
-            "take."
+            f"often; look for an `if` or `break` here that process {rank} does not take."
         )
 
     def _describe_missing(self, own: _Entry, waited_s: float) -> str:
@@ -250,8 +247,7 @@ class CollectiveCheck:
         lines += [f"  process {rank}: {self._last_seen(rank)}" for rank in missing_ranks]
         lines.append(
             "A collective must be called by all processes, equally often. Look for an `if` or a "
-            "`break` that only some of them take, or a process that is merely slow (then give "
-            "InitProcessGroupKwargs(timeout=...))."
+            "`break` that only some take, or a slow process (InitProcessGroupKwargs(timeout=...))."
         )
         if self._check == "first":
             lines.append(

@@ -74,8 +74,7 @@ class Collectives:
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
         # The result has no gradient, so a copy needs none either.
         rows = tensor if tensor.dim() else tensor[None]
-        # Detached only where it must be: a new object may be freed last by a thread of gloo, which
-        # waits for Python's lock then.
+        # Detached only if needed: gloo's thread may free the new object, waiting for Python's lock.
         local_rows = _as_sent(rows.detach() if rows.requires_grad else rows)
         num_rows = self.place.world_size * local_rows.shape[0]
         all_rows = local_rows.new_empty((num_rows, *local_rows.shape[1:]))
@@ -161,8 +160,7 @@ class Collectives:
         if any(map(_is_nested, leaves(tree))):
             warnings.warn(
                 "pad_across_processes got a nested tensor: its rows have lengths of their own, so "
-                "it stays as it is. Give a padded one (torch.nested.to_padded_tensor) to gather "
-                "it.",
+                "it stays as it is. Give a padded one: torch.nested.to_padded_tensor.",
                 CannotPadNestedTensorWarning,
                 stacklevel=2,
             )
@@ -291,8 +289,7 @@ def check_in_sync(
     }
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
-            rate_name = f"learning rate of optimizer {index}, group {group_index}"
-            facts[rate_name] = float(group["lr"])
+            facts[f"learning rate of optimizer {index}, group {group_index}"] = float(group["lr"])
     for index, loader in enumerate(loaders):
         batches = f"{loader.batches_seen} (epoch {loader.iteration})"
         facts[f"batches used of loader {index}"] = batches

@@ -40,8 +40,7 @@ class DataLoaderDispatcher(PreparedLoader):
     process takes its rows of a batch; by default it takes them from every tensor.
 
     Raises:
-        ConfigError: A mesh was given; or, while it is read, batches have different sizes, or hold
-            what has no rows.
+        ConfigError: A mesh was given; or, while read, batches differ in size, or lack rows.
         CollectiveMismatch: While it is read, on the others: process 0 could not read.
         MissingBackend: torchdata is asked for and not installed.
     """

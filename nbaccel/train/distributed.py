@@ -89,8 +89,7 @@ def _join_process_group(
     # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
     # would wait for addresses of the first for ever (torch 2.13). So each group gets a prefix; and
     # the store is kept, because another process may read it while this one creates its next group.
-    iterator = rendezvous("env://", rank, world_size, timeout=timeout)
-    store = next(iter(iterator))[0]
+    store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
     store.set_timeout(timeout)
     _RENDEZVOUS_STORES.append(store)
     group_store = dist.PrefixStore(f"nbaccel_{len(_RENDEZVOUS_STORES)}", store)  # type: ignore[attr-defined]
@@ -140,8 +139,7 @@ def name_device(*, cpu: bool = False) -> str:
         if variable not in driven:
             raise ConfigError(
                 f"Environment variable {DEVICE_VARIABLE} must be one of {', '.join(driven)}: got "
-                f"{variable!r}. This process would not know what to compute on. Correct or unset "
-                "it."
+                f"{variable!r}. It says what this process computes on. Correct or unset it."
             )
         return variable
     if (asked_device := _asked_device()) is not None:
@@ -193,8 +191,7 @@ def _process_numbers() -> dict[str, int]:
             raise ConfigError(
                 f"WORLD_SIZE={group_numbers['world_size']} means several processes, but "
                 f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} not set. They "
-                "could not connect to each other. Start them with notebook_launcher or torchrun, "
-                "or unset WORLD_SIZE to train in this process alone."
+                "could not connect. Use notebook_launcher or torchrun, or unset WORLD_SIZE."
             )
     local_number = _environment_number("LOCAL_RANK", group_numbers["rank"])
     return group_numbers | {
@@ -214,8 +211,7 @@ def _environment_number(name: str, default: int) -> int:
     except ValueError:
         raise ConfigError(
             f"Environment variable {name} must be a whole number: got {text!r}. "
-            "It tells a process its place among the others. Unset it, or start the processes with "
-            "a launcher, which sets it."
+            "It tells a process its place among the others. Unset it, or use a launcher."
         ) from None
 
 

@@ -212,8 +212,7 @@ class PreparedLoader(DataLoader[Any]):
         end_of_dataloader: True while the last batch is in the loop's body.
         prepared_from: The loader that it was made of; None where it was made by hand.
         remainder: Samples of the last total batch that are no copies, counted over all processes
-            at the last batch and before foretold by the dataset's length; 0 where it is full, -1
-            where that is not known.
+            at the last batch, before foretold by the dataset's length; 0: full, -1: not known.
     """
 
     @classmethod
@@ -616,8 +615,7 @@ def refuse_mesh(called_object: Any, device_mesh: Any) -> None:
     if device_mesh is not None:
         raise ConfigError(
             f"{called_object.__name__}(torch_device_mesh={device_mesh}) would share batches out "
-            "by a mesh, which nbaccel does not: every process gets batches of its own. Leave "
-            "torch_device_mesh out."
+            "by a mesh: here every process gets batches of its own. Leave torch_device_mesh out."
         )
 
 

@@ -171,5 +171,4 @@ class Resuming:
         self._ended[self._round is not None][number] += 1
 
     def _number_of(self, loader: Any) -> int | None:
-        numbers = (number for number, known in enumerate(self._loaders) if known is loader)
-        return next(numbers, None)
+        return next((n for n, known in enumerate(self._loaders) if known is loader), None)

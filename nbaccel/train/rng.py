@@ -64,8 +64,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= number < _NUM_SEEDS:
         raise ConfigError(
             f"set_seed({shown(seed)}) must get a whole number from 0 to {_NUM_SEEDS - 1}. numpy "
-            "accepts no other seed, and the other generators would be seeded without it. Give such "
-            "a number."
+            "takes no other, and would be left unseeded. Give such a number."
         )
     # numpy refuses 2**32 and above, so the largest seeds wrap around.
     seed = (number + distributed.rank()) % _NUM_SEEDS if device_specific else number

@@ -85,8 +85,7 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: What yields the batches: lists of indices, the same on all processes.
         num_processes: How many processes share them.
         process_index: Which of them this is.
-        split_batches: Cut each batch into one slice per process, instead of giving whole batches
-            to the processes in turn.
+        split_batches: Cut each batch into slices, instead of giving whole ones in turn.
         even_batches: Complete the last round from the beginning.
 
     Attributes:
@@ -110,8 +109,7 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = bool(getattr(self.batch_sampler, "drop_last", False))
         self.remainder = -1
         if self.split_batches:
-            name = type(self.batch_sampler).__name__
-            check_divisible(self.batch_size, self.num_processes, name)
+            check_divisible(self.batch_size, self.num_processes, type(self.batch_sampler).__name__)
 
     @property
     def sampler(self) -> Any:
@@ -240,8 +238,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: Whether `batch_size` is the total one.
 
     Attributes:
-        remainder: After an iteration in this process: samples of the last round that
-            are no copies; 0 where the round was full.
+        remainder: After an iteration here: samples of the last round that are no copies; 0: full.
 
     Raises:
         ConfigError: The batches cannot be split into equal slices.

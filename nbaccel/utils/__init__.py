@@ -29,13 +29,9 @@ from nbaccel.utils.transformer_engine import *
 from nbaccel.utils.versions import *
 
 # Star imports hand on what they name. Not assigned to `__all__`, see `nbaccel.base.public_names`.
-_names = ["tqdm"]
-for _name in (
-    *("ao", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports"),
-    *("launch", "memory", "modeling", "offload", "operations", "other", "random"),
-    *("transformer_engine", "versions"),
-):
-    _names += vars(sys.modules[f"{__name__}.{_name}"])["__all__"]
+_names: list[str] = []
+for _name in [name for name in sys.modules if name.startswith(f"{__name__}.")]:
+    _names += vars(sys.modules[_name])["__all__"]
 
 # Modules of which nothing is here: their names alone.
 for _name in ("bnb", "megatron_lm", "torch_xla"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,10 +49,7 @@ def convert_model_to_fp8_ao(
     is called with a layer and its name, and says otherwise.
     """
     ends = find_first_last_linear_layers(model)
-
-    def is_chosen(module: nn.Module, fqn: str) -> bool:
-        return filter_linear_layers(module, fqn, ends)
-
+    is_chosen = functools.partial(filter_linear_layers, layers_to_filter=ends)
     torchao.load_torchao().convert_to_float8_training(
         model, module_filter_fn=module_filter_func or is_chosen, config=config
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from nbaccel.base.public_names import hand_on, missing_names_of
+from nbaccel.base.public_names import hand_on
 from nbaccel.config.enumerations import (
     ComputeEnvironment as ComputeEnvironment,
     CustomDtype as CustomDtype,
@@ -52,17 +52,14 @@ if TYPE_CHECKING:
 else:
     DeepSpeedPlugin = registry.plugin_class("DeepSpeedPlugin")
 
-hand_on(
-    globals(),
-    *("BnbQuantizationConfig", "DeepSpeedPlugin", "KwargsHandler", "MegatronLMPlugin"),
-    "get_module_class_from_name",
-)
 KwargsHandler = Handler
 BnbQuantizationConfig: Any
 MegatronLMPlugin: Any
-globals().update(missing_names_of(__name__))
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """The class of that name among a model's modules; None where no module has one."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+hand_on(globals(), "DeepSpeedPlugin", "KwargsHandler")

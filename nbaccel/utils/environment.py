@@ -139,8 +139,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Names of the NVIDIA GPUs of this machine, and how many; no CUDA context is made."""
-    cards, _ = find_cards()
-    names = [card.gpu.name for card in cards]
+    names = [card.gpu.name for card in find_cards()[0]]
     return names, len(names)
 
 

@@ -54,8 +54,7 @@ def merge_fsdp_weights(
     """Make one file of weights that every process wrote a shard of; process 0 does it.
 
     Args:
-        checkpoint_dir: The model's folder in a checkpoint, ``pytorch_model_fsdp_0``, or the
-            checkpoint, where it has only one.
+        checkpoint_dir: A checkpoint's ``pytorch_model_fsdp_0``, or a checkpoint with one of them.
         output_path: Folder of the file: ``model.safetensors``.
         safe_serialization: safetensors; otherwise ``pytorch_model.bin``, a pickle.
         remove_checkpoint_dir: Whether the shards are deleted then.
@@ -122,8 +121,8 @@ def _stored_tensors(folder: Path) -> tuple[dict[str, Any], Callable[[dict[str, A
             raise ConfigError(
                 f"merge_fsdp_weights(checkpoint_dir={str(folder)!r}) has {num_stored} of the "
                 f"{math.prod(kept.size)} elements of {name.removeprefix(_PREFIX)}: it is one "
-                "host's part of a checkpoint that was saved without a shared disk. Load it with "
-                "the processes that saved it, and write whole weights by accelerator.save_model."
+                "host's part saved without a shared disk. Load it with the processes that saved "
+                "it, and write whole weights by accelerator.save_model."
             )
     return tensors, partial(read_entries, folder=folder, metadata=metadata, alone=True)
 

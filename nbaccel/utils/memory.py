@@ -51,8 +51,7 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it fits into memory.
 
     Args:
-        function: Called with the batch size before its own arguments; without it, a decorator is
-            returned.
+        function: Called with the batch size before its own arguments; without it: a decorator.
         starting_batch_size: The first one to try.
         reduce_batch_size_fn: From one that did not fit to the next; by default nine tenths of it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -51,12 +52,6 @@ from nbaccel.hooks import each_hook
 from nbaccel.state import PartialState
 from nbaccel.utils.environment import parse_choice_from_env
 
-hand_on(
-    globals(),
-    *("align_module_device", "convert_file_size_to_int", "get_grad_scaler"),
-    *("get_mixed_precision_context_manager", "get_state_dict_from_offload"),
-    *("get_state_dict_offloaded_model", "has_offloaded_params", "is_peft_model"),
-)
 _MOST_NAMES_TOLD = 5
 _state_log = get_logger(__name__)
 
@@ -107,8 +102,7 @@ def align_module_device(
 
     Args:
         module: The module. What is in its submodules moves only where its hook includes them.
-        execution_device: Where to; None: where its hook computes, or nothing happens where it has
-            none that offloads.
+        execution_device: Where to; None: where its hook computes, or nothing without a hook.
 
     Yields:
         Nothing. Afterwards everything is where it was.
@@ -120,16 +114,10 @@ def align_module_device(
             hook.execution_device = execution_device
         try:
             # Those of other libraries bring weights in as part of a call.
-            if hasattr(hook, "bring_in"):
-                hook.bring_in(module)
-            else:
-                hook.pre_forward(module)
+            getattr(hook, "bring_in", hook.pre_forward)(module)
             yield
         finally:
-            if hasattr(hook, "send_out"):
-                hook.send_out(module)
-            else:
-                hook.post_forward(module, None)
+            getattr(hook, "send_out", functools.partial(hook.post_forward, output=None))(module)
             hook.execution_device = usual_device
     elif execution_device is None:
         yield
@@ -182,3 +170,6 @@ def get_state_dict_from_offload(
             if name in state_dict:
                 state_dict[name] = value
     return state_dict
+
+
+hand_on(globals())

@@ -1,7 +1,5 @@
 """Weights kept on disk: Accelerate's import path of what is in `nbaccel.bigmodel`."""
 
-from __future__ import annotations
-
 from nbaccel.base.public_names import hand_on
 from nbaccel.bigmodel.offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbaccel.base import trees
 from nbaccel.base.errors import CollectiveMismatch
 from nbaccel.base.optional_packages import require
-from nbaccel.base.public_names import name_own
+from nbaccel.base.public_names import hand_on
 from nbaccel.base.trees import (
     find_batch_size as find_batch_size,
     leaves,
@@ -270,8 +270,4 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
     return gathering
 
 
-name_own(
-    globals(),
-    *("CannotPadNestedTensorWarning", "DistributedOperationException"),
-    *("find_batch_size", "send_to_device"),
-)
+hand_on(globals(), "DistributedOperationException")

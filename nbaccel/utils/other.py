@@ -18,7 +18,7 @@ from torch import nn
 from nbaccel.base import atomic, torch_private
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
-from nbaccel.base.public_names import name_own
+from nbaccel.base.public_names import hand_on
 from nbaccel.base.units import format_bytes
 from nbaccel.config.config_files import accelerate_path
 from nbaccel.config.enumerations import PrecisionType
@@ -77,8 +77,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     classes = (nn.parallel.DistributedDataParallel, nn.DataParallel, *filter(None, imported))
     # Wrappers may be nested.
     while isinstance(model, classes):
-        inner: Any = model.module
-        model = inner
+        model = model.module
     return model
 
 
@@ -277,8 +276,4 @@ def write_basic_config(
     return path
 
 
-name_own(
-    globals(),
-    *("compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"),
-    "wait_for_everyone",
-)
+hand_on(globals(), "compile_regions_deepspeed", "compile_regions_fsdp2")

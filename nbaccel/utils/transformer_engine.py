@@ -41,7 +41,7 @@ def contextual_fp8_autocast(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         wrapped = engine_layers.TransformerEngineForward(
-            self, model_forward, library, fp8_recipe, use_during_eval
+            model_forward, self, library, fp8_recipe, use_during_eval
         )
         return wrapped(*args, **kwargs)
 
@@ -58,7 +58,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Fp8Handler | None) 
     recipes = importlib.import_module("transformer_engine.common.recipe")
     recipe, _ = engine_layers.build_recipe(settings, recipes)
     model.__dict__["forward"] = engine_layers.TransformerEngineForward(
-        model, model.forward, library, recipe, settings.use_autocast_during_eval
+        model.forward, model, library, recipe, settings.use_autocast_during_eval
     )
     return model
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nbaccel.abc.bundle import Bundle
+from nbaccel.abc.precision import PrecisionSettings
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.precision.native import AutocastForward, Bf16, Fp16, Fp32, LossScaler, as_float32
 
@@ -24,7 +25,8 @@ both = pytest.mark.parametrize("kind", [Bf16, Fp16])
 
 
 def made(kind, **settings):
-    return kind(CPU, AutocastKwargs(**settings), GradScalerKwargs())
+    given = {"autocast": AutocastKwargs(**settings), "scaler": GradScalerKwargs()}
+    return kind(PrecisionSettings(device=CPU, **given))
 
 
 class Watcher(nn.Module):

@@ -17,7 +17,7 @@ from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
 from nbaccel.abc.strategy import ShardedCheckpoints
-from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
@@ -33,9 +33,7 @@ FSDP = Recipe(strategy="fsdp")
 
 
 def fsdp(here: Place | None = None, kind: Any = Fp32, **settings: Any) -> FsdpStrategy:
-    precision = kind(CPU, AutocastKwargs(), GradScalerKwargs())
-    plugin = FullyShardedDataParallelPlugin(**settings)
-    return FsdpStrategy(here or Place(device=CPU), plugin, precision)
+    return FsdpStrategy(here or Place(device=CPU), FullyShardedDataParallelPlugin(**settings), kind)
 
 
 def beside_ddp(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:

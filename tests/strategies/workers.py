@@ -12,7 +12,7 @@ from torch import nn
 
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
-from nbaccel.abc.precision import Precision
+from nbaccel.abc.precision import Precision, PrecisionSettings
 from nbaccel.abc.strategy import Strategy
 from nbaccel.config.handlers import (
     AutocastKwargs,
@@ -114,7 +114,8 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
         kind = PRECISIONS[recipe.precision]
-        self.precision = kind(here.device, AutocastKwargs(), GradScalerKwargs(init_scale=1024.0))
+        handlers = {"autocast": AutocastKwargs(), "scaler": GradScalerKwargs(init_scale=1024.0)}
+        self.precision = kind(PrecisionSettings(device=here.device, **handlers))
         self.precision.wrap_forward(model)
         self.strategy = strategy_of(recipe, here, self.precision)
         bundle = self.strategy.wrap(Bundle(models=(model,), optimizers=(self.optimizer,)))

@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env, frames
 from nbaccel.output import publish
@@ -46,7 +46,6 @@ from nbaccel.plan.contracts.device import Device
 from nbaccel.workers.failure import RankActivity
 
 if TYPE_CHECKING:
-    from nbaccel.output.console import Console
     from nbaccel.workers.worker_processes import WorkerHandle
 
 
@@ -165,25 +164,8 @@ _SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
 """Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
 
 
-class WatchedCall(Protocol):
-    """The part of a listener that a dashboard uses."""
-
-    members: list[WorkerHandle]
-    console: Console
-
-    @property
-    def seconds(self) -> float:
-        """How long it has taken so far."""
-
-    @property
-    def open(self) -> frozenset[int]:
-        """Ranks that have not finished yet."""
-
-    def at_work(self) -> list[WorkerHandle]:
-        """Workers that are in it, or join a group for those that are."""
-
-    def doing(self, rank: int) -> str:
-        """What a rank does that seems to wait; empty for one that is at work."""
+WatchedCall = Any
+"""A call's `Supervisor`: its members, console, seconds, open ranks, who is at work and how."""
 
 
 class DashboardUpdater(Dashboard):

@@ -9,14 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nbaccel.base.units import (
-    count_noun,
-    format_bytes,
-    format_number,
-    format_seconds,
-    number_ranges,
-    plain_text,
-)
+from nbaccel.base import units
 from nbaccel.output.panel.curves import ACCENT_COLOUR, is_logarithmic, metric_chart
 from nbaccel.output.panel.facts import (
     ENDED_RUNS,
@@ -68,9 +61,8 @@ def _alone(board: RunBoard, times: Sequence[RankTimes]) -> Iterator[str]:
         and not any(one.told.had_group for one in ranks)
     ):
         yield (
-            f"Ranks {number_ranges(board.ranks)} have exchanged nothing: each trains a model of "
-            "its own, perhaps on the same data. Accelerator.prepare or DistributedDataParallel "
-            "makes them train one."
+            f"Ranks {units.number_ranges(board.ranks)} have exchanged nothing: each trains a model "
+            "of its own. Accelerator.prepare or DistributedDataParallel makes them train one."
         )
 
 
@@ -99,7 +91,7 @@ def _not_worth(board: RunBoard) -> Iterator[str]:
         return
     num_before, rate_before = earlier_runs[-1]
     if rate < _LEAST_GAIN * rate_before:
-        ranks = count_noun(num_before, "rank")
+        ranks = units.count_noun(num_before, "rank")
         yield (
             f"{len(board.ranks)} ranks do {rate / rate_before:.2f} times the samples per second of "
             f"{ranks} (an earlier run of {board.title}), which is not worth it. Use "
@@ -114,7 +106,7 @@ LABEL_CHARS = 24
 
 def live_line(board: RunBoard) -> str:
     """All ranks in one line: `2 ranks · 12.0 s · epoch 3 of 14 · step 840 (70/s) · loss 0.41`."""
-    return " · ".join([count_noun(len(board.ranks), "rank"), *live_parts(board)])
+    return " · ".join([units.count_noun(len(board.ranks), "rank"), *live_parts(board)])
 
 
 def live_parts(board: RunBoard) -> list[str]:
@@ -123,8 +115,8 @@ def live_parts(board: RunBoard) -> list[str]:
     loop = _epoch_words(board)
     if (left := most_left(board.ranks.values(), board.now)) is not None:
         of_words = f" in this {left.of_what}" if left.of_what else ""
-        loop.append(f"{format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
-    parts = (format_seconds(board.seconds), ", ".join(loop), *_training_words(board))
+        loop.append(f"{units.format_seconds(max(1.0, round(left.seconds)))} left{of_words}")
+    parts = (units.format_seconds(board.seconds), ", ".join(loop), *_training_words(board))
     return [part for part in parts if part]
 
 
@@ -138,7 +130,7 @@ def _epoch_words(board: RunBoard) -> list[str]:
     )
     if facts is None:
         return []
-    label = plain_text(facts.loop_label, LABEL_CHARS)
+    label = units.plain_text(facts.loop_label, LABEL_CHARS)
     epoch = epoch_of(facts, board.now)
     if not epoch:
         return [label] if label else []
@@ -168,7 +160,7 @@ def _training_words(board: RunBoard) -> list[str]:
         # Ranks may log different metrics, and only equal ones have a mean.
         histories = [facts.histories.get(names[0]) for facts in board.ranks.values()]
         last = [one.last for one in histories if one is not None and one.last is not None]
-        parts.append(f"{plain_text(names[0], LABEL_CHARS)} {format_number(mean(last))}")
+        parts.append(f"{units.plain_text(names[0], LABEL_CHARS)} {units.format_number(mean(last))}")
     return parts
 
 
@@ -195,8 +187,8 @@ def compile_words(facts: RankFacts) -> str:
     """What a device's compiler is doing, or has done; empty for nothing."""
     if facts.told.phase or not facts.told.programs:
         return facts.told.phase
-    programs = count_noun(facts.told.programs, "program")
-    return f"{programs} compiled in {format_seconds(facts.told.compile_s)}"
+    programs = units.count_noun(facts.told.programs, "program")
+    return f"{programs} compiled in {units.format_seconds(facts.told.compile_s)}"
 
 
 def left_out_sentence(board: RunBoard) -> str:
@@ -204,7 +196,7 @@ def left_out_sentence(board: RunBoard) -> str:
     most = max(board.ranks.values(), key=lambda facts: facts.told.num_left_out, default=None)
     if most is None or not most.told.num_left_out:
         return ""
-    names = [plain_text(name, LABEL_CHARS) for name in most.told.left_out]
+    names = [units.plain_text(name, LABEL_CHARS) for name in most.told.left_out]
     if most.told.num_left_out > len(names):
         names.append("…")
     is_one = most.told.num_left_out == 1
@@ -219,7 +211,7 @@ def live_text(board: RunBoard) -> str:
         if facts.state:  # else it has not been looked at yet
             groups.setdefault(facts.doing or facts.state, []).append(facts)
     lines = [
-        f"[{number_ranges([facts.rank for facts in group])}] "
+        f"[{units.number_ranges([facts.rank for facts in group])}] "
         + " · ".join([activity, *map(str, _least_progress(group)), _held_words(group, board)])
         for activity, group in groups.items()
     ]
@@ -260,14 +252,14 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
         label = "" if loop.loop_name else epoch_of(facts, loop.time)
         loops.append(
             ShownProgress(
-                label=label or plain_text(facts.loop_label, LABEL_CHARS),
+                label=label or units.plain_text(facts.loop_label, LABEL_CHARS),
                 fraction=min(1.0, loop.batches / total) if total else None,
                 done=f"{loop.batches:,}" + (f" of {total:,}" if total else ""),
             )
         )
     bars = [
         ShownProgress(
-            label=plain_text(bar.description, LABEL_CHARS),
+            label=units.plain_text(bar.description, LABEL_CHARS),
             fraction=bar.fraction,
             done=f"{bar.done} of {bar.total}" if bar.total else bar.done,
         )
@@ -275,7 +267,7 @@ def progress_of(facts: RankFacts) -> list[ShownProgress]:
         if not bar.is_elsewhere
     ]
     lines = [
-        ShownProgress(label="", fraction=None, done=plain_text(line, LINE_CHARS))
+        ShownProgress(label="", fraction=None, done=units.plain_text(line, LINE_CHARS))
         for line in facts.rewritten_lines
     ]
     return [*loops, *bars, *lines]
@@ -291,7 +283,7 @@ def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
     """`1.0 GiB`, or from least to most: `0.9 GiB to 1.2 GiB`; the device's behind it."""
     words = memory_range([facts.memory.rss for facts in ranks])
     if board.host_total_bytes:
-        words += f" of {format_bytes(board.host_total_bytes)}"
+        words += f" of {units.format_bytes(board.host_total_bytes)}"
     on_device = [held for facts in ranks if (held := facts.memory.device) is not None]
     if not on_device:
         return words
@@ -302,8 +294,8 @@ def _held_words(ranks: Sequence[RankFacts], board: RunBoard) -> str:
 
 def memory_range(sizes: Sequence[int]) -> str:
     """From least to most: `0.9 GiB to 1.2 GiB`, or `1.0 GiB` where they are alike."""
-    least = format_bytes(min(sizes))
-    most = format_bytes(max(sizes))
+    least = units.format_bytes(min(sizes))
+    most = units.format_bytes(max(sizes))
     return most if least == most else f"{least} to {most}"
 
 
@@ -402,13 +394,13 @@ def lines_block(text: str, *, scrolls: bool = True) -> str:
     """A text as it is."""
     # Front ends let a `<pre>` scroll by itself, and would show the start of it.
     style = "max-height:14em;overflow:auto" if scrolls else "flex:none;overflow:visible"
-    lines = [plain_text(line, LINE_CHARS * 4, keeps_start=True) for line in text.split("\n")]
+    lines = [units.plain_text(line, LINE_CHARS * 4, keeps_start=True) for line in text.split("\n")]
     return f'<pre style="{_LINES_STYLE};{style}">{html.escape(chr(10).join(lines))}</pre>'
 
 
 def titled(name: str, chart: str) -> str:
     """A chart below its name; empty where there is none."""
-    title = quiet(plain_text(name, LINE_CHARS))
+    title = quiet(units.plain_text(name, LINE_CHARS))
     return f'<div style="margin-top:0.3em">{title}<br>{chart}</div>' if chart else ""
 
 
@@ -436,7 +428,7 @@ def mean_time_html(timed_ranks: Mapping[int, RankTimes]) -> str:
 
 def _time_bar(seconds: Mapping[str, float], full_s: float) -> str:
     parts = "".join(
-        f'<div title="{kind}: {format_seconds(part_s)}" '
+        f'<div title="{kind}: {units.format_seconds(part_s)}" '
         f'style="width:{100 * part_s / full_s:.2f}%;{_BAR_LOOKS[kind]}"></div>'
         for kind, part_s in seconds.items()
         if part_s > 0
@@ -476,7 +468,7 @@ _STATES_WORST_FIRST = ("failed", "gone", "ended", "stopping", "starting", "runni
 def live_html(board: RunBoard, *, is_stoppable: bool) -> str:
     """The run while it goes on."""
     words = html.escape(" · ".join(live_parts(board)))
-    headline = f"<b>{count_noun(len(board.ranks), 'rank')}</b> · {words}"
+    headline = f"<b>{units.count_noun(len(board.ranks), 'rank')}</b> · {words}"
     stop = _STOP_HTML if is_stoppable else ""
     # Side by side where there is room, below each other where there is not.
     figures = f"{ranks_html(board)}{mean_time_html(board.times.by_rank())}"
@@ -493,7 +485,7 @@ def printed_html(board: RunBoard) -> str:
     """Metrics that are not drawn, and messages of libraries."""
     left_out = left_out_sentence(board)
     messages = board.library_messages
-    title = f"{count_noun(messages.count, 'message')} of libraries"
+    title = f"{units.count_noun(messages.count, 'message')} of libraries"
     return (f"<div>{quiet(left_out)}</div>" if left_out else "") + (
         folded(title, lines_block("\n".join(messages.lines()))) if messages.count else ""
     )
@@ -512,7 +504,7 @@ def _charts(board: RunBoard) -> str:
         for name in others[:_MOST_CHARTS]
     ]
     if any(charts):
-        content += folded(count_noun(len(charts), "other metric"), "".join(charts))
+        content += folded(units.count_noun(len(charts), "other metric"), "".join(charts))
     return content
 
 
@@ -524,7 +516,7 @@ def ranks_html(board: RunBoard) -> str:
     rows = filled_columns(columns)
     names = {_LOSS_COLUMN: html.escape(_common_loss_name(board)) or _LOSS_COLUMN}
     if board.host_total_bytes:  # all ranks share it
-        names["memory"] = f"memory of {format_bytes(board.host_total_bytes)}"
+        names["memory"] = f"memory of {units.format_bytes(board.host_total_bytes)}"
     rows[0] = [names.get(name, name) for name in rows[0]]
     return html_table(rows, is_html=True, rest=_rest_words(others) if others else "")
 
@@ -546,7 +538,7 @@ def _shown_ranks(board: RunBoard) -> tuple[list[RankFacts], list[RankFacts]]:
 
 def _rest_words(ranks: Sequence[RankFacts]) -> str:
     states = sorted({facts.state for facts in ranks})
-    parts = [f"and {count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
+    parts = [f"and {units.count_noun(len(ranks), 'more rank')}: {', '.join(states)}"]
     steps = [facts.told.steps for facts in ranks if facts.told.steps is not None]
     if steps:
         least = min(steps)
@@ -559,13 +551,13 @@ def _rest_words(ranks: Sequence[RankFacts]) -> str:
 def _state_cell(facts: RankFacts, board: RunBoard) -> str:
     """`training`, or `waiting in all_reduce, 12.0 s` with the line of code below it."""
     activity, _, place = facts.doing.partition(" (")
-    words = plain_text(facts.told.phase or activity or facts.state, LINE_CHARS)
+    words = units.plain_text(facts.told.phase or activity or facts.state, LINE_CHARS)
     # Not where that is the whole run, whose length the first line has.
     if facts.since >= board.began + _SAME_S:
-        words += f", {format_seconds(max(0.0, board.now - facts.since))}"
+        words += f", {units.format_seconds(max(0.0, board.now - facts.since))}"
     if not place:
         return html.escape(words)
-    place = html.escape(plain_text(place.removesuffix(")"), LINE_CHARS))
+    place = html.escape(units.plain_text(place.removesuffix(")"), LINE_CHARS))
     place_html = f'<span style="{QUIET_STYLE};font-family:monospace">{place}</span>'
     return f"{html.escape(words)}<br>{place_html}"
 
@@ -584,23 +576,23 @@ def _progress_html(loop: ShownProgress) -> str:
 def _loss_cell(facts: RankFacts, board: RunBoard) -> str:
     if facts.loss.last is None:
         return ""
-    label = "" if _common_loss_name(board) else f"{plain_text(facts.loss_name, LABEL_CHARS)} "
-    return html.escape(f"{label}{format_number(facts.loss.last)}")
+    label = "" if _common_loss_name(board) else f"{units.plain_text(facts.loss_name, LABEL_CHARS)} "
+    return html.escape(f"{label}{units.format_number(facts.loss.last)}")
 
 
 def _common_loss_name(board: RunBoard) -> str:
     """The name of the loss's column, too; empty where ranks log different metrics."""
     names = {facts.loss_name for facts in board.ranks.values()} - {""}
-    return plain_text(names.pop(), LABEL_CHARS) if len(names) == 1 else ""
+    return units.plain_text(names.pop(), LABEL_CHARS) if len(names) == 1 else ""
 
 
 def _other_metrics(facts: RankFacts, board: RunBoard) -> str:
     others = [
-        f"{name} {format_number(value)}"
+        f"{name} {units.format_number(value)}"
         for name, value in facts.metrics.items()
         if name != facts.loss_name
     ]
-    return html.escape(plain_text(", ".join(others[:3]), LINE_CHARS))
+    return html.escape(units.plain_text(", ".join(others[:3]), LINE_CHARS))
 
 
 def _device_cell(facts: RankFacts, board: RunBoard) -> str:
@@ -608,8 +600,8 @@ def _device_cell(facts: RankFacts, board: RunBoard) -> str:
     if memory.device is None:
         return ""
     total = memory.device_total
-    of_total = f"<br>{quiet(f'of {format_bytes(total)}')}" if total else ""
-    return f"{format_bytes(memory.device)}{of_total}"
+    of_total = f"<br>{quiet(f'of {units.format_bytes(total)}')}" if total else ""
+    return f"{units.format_bytes(memory.device)}{of_total}"
 
 
 _LOSS_COLUMN = "loss"
@@ -626,7 +618,7 @@ _COLUMNS: dict[str, Callable[[RankFacts, RunBoard], str]] = {
     ),
     _LOSS_COLUMN: _loss_cell,
     "metrics": _other_metrics,
-    "memory": lambda facts, _: format_bytes(facts.memory.rss) if facts.memory.rss else "",
+    "memory": lambda facts, _: units.format_bytes(facts.memory.rss) if facts.memory.rss else "",
     "on device": _device_cell,
 }
 """From a column's name to the HTML of a rank's cell, which is empty for no value."""

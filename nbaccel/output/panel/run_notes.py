@@ -202,5 +202,4 @@ def _program_name() -> str:
         name = Path(sys.argv[0]).name
         # Of `nbaccel launch`, the title is the script.
         return "" if name in ("nbaccel", "__main__.py") else name
-    path = env.read("JPY_SESSION_NAME") or env.read("__vsc_ipynb_file__") or "notebook"
-    return Path(path).name
+    return Path(env.read("JPY_SESSION_NAME") or env.read("__vsc_ipynb_file__") or "notebook").name

@@ -6,8 +6,7 @@
 
 A layer is converted by changing the class of the user's own `nn.Linear`, so module, parameters and
 hooks stay the same objects: optimizers, tied weights, shared memory and what wraps the model later
-need not know. What is kept for the backward pass is the payloads of input and weight, of one byte
-each.
+need not know. The backward pass needs payloads of input and weight alone, of one byte each.
 
 The device's kernel takes matrices whose inner sizes are divisible by 16; others are padded with
 zeros, which add nothing. Where there is no kernel, payloads are multiplied in bfloat16 or float32,
@@ -17,8 +16,7 @@ in which each of them is exact: the result is the kernel's, but for the order of
 TransformerEngine's) casts a tensor with a scale that is known before the tensor is, so that it is
 read once. Magnitudes are collected while a step computes, and become scales after it, the same on
 all processes. A scale that is too small costs nearly nothing, since FP8 is a floating-point format;
-one that is too large cuts values off. So a layer without a history takes the scale of the tensor at
-hand.
+one that is too large cuts values off. So a layer without history takes the tensor's own scale.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ section 2). To torch each is a float32 tensor of its shape:
     multiply   by one number changes the scale alone: exact, whatever the format
 
 [Note: infinite values] torch's cast to E4M3 saturates: an infinite gradient would become 448, and
-nobody would notice. So an infinite or undefined largest magnitude gives a scale under which every
-element becomes NaN.
+nobody would notice. So an infinite or undefined largest magnitude makes every element NaN.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Checkpoints: written whole or not at all, in the layout that Accelerate reads and writes."""
 
-from __future__ import annotations
-
 from nbaccel.train.checkpoint.files import save, save_model
 from nbaccel.train.checkpoint.loading import load_state
 from nbaccel.train.checkpoint.saving import CheckpointParts, check_checkpointable, save_state

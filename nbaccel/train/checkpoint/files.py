@@ -77,8 +77,7 @@ def read_weights(path: Path, model: nn.Module, device: torch.device) -> dict[str
                 stored_names = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise CheckpointDamaged(
-                f"{path} cannot be read ({error}). Nothing has been loaded. Load another "
-                "checkpoint."
+                f"{path} cannot be read ({error}). Nothing has been loaded. Load another one."
             ) from error
     named = (
         *model.named_parameters(remove_duplicate=False),
@@ -110,8 +109,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
         reason = "it is no pickle of plain data"
     return (
         f"{path} cannot be read ({type(error).__name__}: {reason}): it is truncated, "
-        "damaged or of something else. Nothing has been loaded. Load another checkpoint, or "
-        "copy the file again from where it was saved."
+        "damaged or of something else. Nothing has been loaded. Load another, or copy it again."
     )
 
 

@@ -41,14 +41,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbaccel.base import errors
 from nbaccel.base.atomic import clear_leftovers, hold_claim, keep_access, sync_path, sync_tree
-from nbaccel.base.errors import (
-    CheckpointFailed,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    ConfigError,
-    UserMistake,
-)
 from nbaccel.base.log import write_notice
 from nbaccel.base.trees import leaves, map_tensors
 from nbaccel.base.units import format_bytes, number_ranges
@@ -156,10 +150,10 @@ def _prepare_target(
 ) -> None:
     text = f"save_state({str(target)!r})"
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"{text} is a file: a checkpoint is a folder. Give another name.")
+        raise errors.ConfigError(f"{text} is a file: a checkpoint is a folder. Give another name.")
     if target.exists() and (target.is_mount() or target.samefile(Path.cwd())):
         refused_kind = "a mount point" if target.is_mount() else "the working folder"
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{text} is {refused_kind}, which cannot be replaced in one step by a new checkpoint. "
             f"Give a folder in it: {str(target / 'checkpoint')!r}."
         )
@@ -224,7 +218,7 @@ def find_checkpoint(folder: Path) -> Path:
     problem = "is a file" if folder.exists() else "does not exist"
     neighbours = sorted(path.name for path in folder.parent.glob("[!.]*") if path.is_dir())
     text = f" There are: {', '.join(neighbours[:8])}." if neighbours else ""
-    raise ConfigError(
+    raise errors.ConfigError(
         f"load_state({str(folder)!r}): that folder {problem}, so there is nothing to "
         f"continue from.{text} Give the folder that save_state returned."
     )
@@ -238,7 +232,7 @@ def all_succeed(
     error = None
     try:
         yield
-    except (CollectiveMismatch, CollectiveTimeout):
+    except (errors.CollectiveMismatch, errors.CollectiveTimeout):
         raise  # a further exchange would only fail or wait in the same way
     except Exception as caught:  # of any kind: the others must be told before it is raised
         error = caught
@@ -248,12 +242,12 @@ def all_succeed(
     if not failures:
         return
     # What to correct is said best by the mistake itself; the others get the summary.
-    if error is not None and (written_to is None or isinstance(error, UserMistake)):
+    if error is not None and (written_to is None or isinstance(error, errors.UserMistake)):
         raise error
     if written_to is None:
-        raise CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
+        raise errors.CheckpointFailed(f"{text} failed. {failures} All processes have stopped it.")
     free_space = format_bytes(shutil.disk_usage(written_to).free)
-    raise CheckpointFailed(
+    raise errors.CheckpointFailed(
         f"{text} failed. {failures} The new checkpoint has been "
         f"removed, and an earlier one of this name is unchanged. {free_space} are free there. "
         "Remove the cause, or give a folder on another disk, and save again."
@@ -349,8 +343,7 @@ def send_to_writers(
 ) -> Any:
     """Let all processes that write a state have it, where only process 0 has it; a collective."""
     rank = collectives.place.rank
-    lacks_state = rank in writers and not state
-    if len(writers) < 2 or not any(collectives.answers(what, lacks_state)):
+    if len(writers) < 2 or not any(collectives.answers(what, rank in writers and not state)):
         return state
     group = dist.new_group(list(writers), backend="gloo")  # all processes enter and leave
     try:
@@ -391,13 +384,13 @@ def check_is_own_part(folder: Path, place: Place) -> None:
     hosts = list(dict.fromkeys(host_names))
     counts = ", ".join(f"{host_names.count(host)} on {host}" for host in hosts)
     other_hosts = [host for host in hosts if host != host_names[ranks[0]]]
-    raise ConfigError(
+    raise errors.ConfigError(
         f"The checkpoint {str(folder)!r} has only the shards of rank {number_ranges(ranks)} of "
         f"{len(host_names)}, and this is rank {place.rank} of {place.world_size} on "
         f"{socket.gethostname()}: it was saved without a shared disk, and the other shards were "
         f"written on {', '.join(other_hosts)}. Nothing has been loaded. Start {len(host_names)} "
-        f"processes as then ({counts}, in this order), or load a checkpoint that was saved in a "
-        "folder that all hosts see, or whole."
+        f"processes as then ({counts}, in this order), or load one that is whole, or on a disk "
+        "that all hosts see."
     )
 
 

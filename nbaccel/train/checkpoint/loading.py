@@ -8,8 +8,7 @@
     weights, optimizers, random numbers                    ◄─►  all through
 
 A refusal is the same exception on all processes. A part that is small is read when it is compared,
-and kept; of weights, optimizers and registered models only names and shapes are read before every
-process has agreed to load.
+and kept; of large parts only names and shapes are read before all processes have agreed to load.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ from nbaccel.train.collectives import Collectives
 LoadHook = Callable[[list[Any], str], None]
 _log = get_logger(__name__)
 
-# State of torch's optimizers that is as large as the parameter it belongs to; that of others may
-# have any shape (Adafactor's is factored).
+# State of torch's optimizers that has its parameter's shape; that of Adafactor, say, has others.
 _PARAMETER_SHAPED_STATE = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
     *("grad_avg", "sum", "acc_delta", "prev", "step_size"),
@@ -156,9 +154,8 @@ def check_contents(folder: Path, parts: CheckpointParts, *, with_models: bool = 
             listed = f" ({', '.join(map(str, sorted(numbers)))})" if numbers else ""
             mistakes.append(
                 f"{text} has {count_noun(len(numbers), kind)}{listed}, but {num_expected} "
-                f"{'is' if num_expected == 1 else 'are'} to be loaded. States would go to the "
-                "wrong ones, or be lost. Prepare and register the same objects in the same order "
-                "as when it was saved."
+                f"{'is' if num_expected == 1 else 'are'} to be loaded: states would get lost, or "
+                "to wrong ones. Prepare and register the same objects in the same order as then."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -484,8 +481,7 @@ class _CheckpointLoad:
             if saved is None:
                 raise ConfigError(
                     f"The checkpoint {str(self._folder)!r} has no weights of model {number}, "
-                    "which is to be loaded, and no load hook took it. Prepare the models that were "
-                    "saved, or register the hook that loads this one."
+                    "and no load hook took it. Prepare the saved models, or register the hook."
                 )
             remaining[number] = saved
             if not saved.path.is_dir():
@@ -655,7 +651,6 @@ def _trained_problem(model: nn.Module, names: Collection[str]) -> str:
     if not trained_names:
         return ""
     return (
-        "was saved with exclude_frozen_parameters=True and has no values for parameters that were "
-        f"frozen then, and that the {type(model).__name__} now trains or does not have: "
-        f"{first_few(trained_names, 3)}"
+        "was saved with exclude_frozen_parameters=True and has no values for parameters that the "
+        f"{type(model).__name__} now trains or does not have: {first_few(trained_names, 3)}"
     )

@@ -109,8 +109,7 @@ def check_checkpointable(objects: Sequence[Any]) -> None:
         if missing:
             mistakes.append(
                 f"register_for_checkpointing: object {number}, a {type(registered).__name__}, has "
-                f"no {' and no '.join(missing)}, so it could be neither saved nor restored. Give "
-                "it both methods, or register an object that has them."
+                f"no {' and no '.join(missing)}: it could not be saved and restored. Give it both."
             )
     if mistakes:
         raise ConfigError(*mistakes)
@@ -187,8 +186,8 @@ class _StateWriter:
             self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
         # Per process: gradients of an incomplete group have not been reduced yet, so they differ.
         if self._parts.amid_group and self._parts.sharder is None:
-            gradients_file = files.GRADIENTS_FILE.format(place.rank)
-            self._write(gradients_file, self._parts.gradients, is_own=True)
+            name = files.GRADIENTS_FILE.format(place.rank)
+            self._write(name, self._parts.gradients, is_own=True)
         # The step is in this file because Accelerate keeps it there.
         random_states = {"step": step, **rng.capture_rng_states(place)}
         self._write(files.RANDOM_STATES_FILE.format(place.rank), random_states, is_own=True)

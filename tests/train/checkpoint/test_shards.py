@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
-from nbaccel.config.handlers import AutocastKwargs, FullyShardedDataParallelPlugin, GradScalerKwargs
+from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
@@ -36,8 +36,7 @@ KINDS = pytest.mark.parametrize("in_shards", [True, False])
 
 def sharded(seed: int, *, in_shards: bool) -> Training:
     training = Training(init_process(cpu=True), seed)
-    precision = Fp32(training.place.device, AutocastKwargs(), GradScalerKwargs())
-    strategy = FsdpStrategy(training.place, FullyShardedDataParallelPlugin(), precision)
+    strategy = FsdpStrategy(training.place, FullyShardedDataParallelPlugin(), Fp32)
     bundle = strategy.wrap(Bundle(models=(training.model,), optimizers=(training.optimizer,)))
     (training.model,) = bundle.models
     (training.optimizer,) = bundle.optimizers
