@@ -241,13 +241,18 @@ class Accelerator(TrainingCheckpoints):
                 stack.enter_context(self._run.strategy.no_sync(model))
             yield
 
-    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    # Contexts of this kind, as Accelerate's, decorate functions as well.
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Leave gradients of backward passes in the block on their process."""
-        return self._run.strategy.no_sync(model)
+        with self._run.strategy.no_sync(model):
+            yield
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce gradients in the block's backward, though the forwards ran under `no_sync`."""
-        return self._run.strategy.sync_in_backward(model)
+        with self._run.strategy.sync_in_backward(model):
+            yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16's factor out of the gradients; what was done already is not done again.
@@ -307,11 +312,11 @@ class Accelerator(TrainingCheckpoints):
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def autocast(
-        self, autocast_handler: handlers.AutocastKwargs | None = None
-    ) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: handlers.AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the accelerator's precision inside the block (a loss, for example)."""
-        return self._run.precision.autocast(autocast_handler)
+        with self._run.precision.autocast(autocast_handler):
+            yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(
