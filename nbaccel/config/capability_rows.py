@@ -142,7 +142,7 @@ class StrategyRow:
     explain_signal: str = ""
     # ``module:function`` that looks at a process beforehand, for the reader's ``tear_down``; light
     observe: str = ""
-    form: str = ""  # ``module:Class`` of its `memory.settings_form.SettingsForm` for pickers
+    form: str = ""  # ``module:Class`` of its form for pickers, as `deepspeed.form.DeepSpeedForm`
     advisor: str = ""  # ``module:function`` that finds its fastest configuration that fits
     command: str = ""  # ``module:function`` that adds its subcommand to the command line
 

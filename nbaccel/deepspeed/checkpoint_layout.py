@@ -310,7 +310,7 @@ def _keys(states: Any) -> str:
 def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     optimizers = {rank: _optimizer_file(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed_stage(files, optimizers)
-    files.check_ranks(range(num_ranks), num_ranks, stage)
+    files.check_ranks(range(num_ranks), num_ranks)
     ordered = [optimizers[rank] for rank in range(num_ranks)]
     module = model.states["module"]
     buffers = set(model.states.get("buffer_names") or ())
@@ -475,8 +475,7 @@ def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
 
 
 def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
-    is_of_stage_3 = any(path.name.startswith("zero_pp_rank") for path in files.model.values())
-    if is_of_stage_3 or model.states.get("param_shapes"):
+    if files.is_of_stage_3 or model.states.get("param_shapes"):
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
         raise ConfigError(
@@ -534,9 +533,19 @@ class CheckpointFiles(NamedTuple):
     """Files of model states; that of stages 0-2 counts as rank 0's."""
     optimizer: dict[int, Path]
 
-    def check_ranks(self, ranks: Collection[int], num_ranks: int, stage: int) -> None:
+    @classmethod
+    def of(cls, folder: Path) -> CheckpointFiles:
+        """Those in a folder."""
+        return cls(folder, _by_rank(folder, _MODEL_FILE), _by_rank(folder, _OPTIMIZER_FILE))
+
+    @property
+    def is_of_stage_3(self) -> bool:
+        """Whether each rank has a file of model states."""
+        return any(path.name.startswith("zero_pp_rank") for path in self.model.values())
+
+    def check_ranks(self, ranks: Collection[int], num_ranks: int) -> None:
         """Refuse a checkpoint without files of ranks."""
-        kinds = {"optim": self.optimizer, **({"model": self.model} if stage == 3 else {})}
+        kinds = {"optim": self.optimizer, **({"model": self.model} if self.is_of_stage_3 else {})}
         mistakes = [
             f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
             f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank {number_ranges(missing)} are "
@@ -552,16 +561,15 @@ class CheckpointFiles(NamedTuple):
 
 def _find_files(checkpoint_dir: str | Path, tag: str | None) -> CheckpointFiles:
     folder = _tagged_folder(Path(checkpoint_dir).expanduser(), tag)
-    names = sorted(path.name for path in folder.glob(_ANY_STATES))
-    _check_kind(folder, names)
-    model = _by_rank(folder, names, _MODEL_FILE)
-    if not model:
+    _check_kind(folder)
+    files = CheckpointFiles.of(folder)
+    if not files.model:
         raise ConfigError(
             f"{folder} has no file *_model_states.pt, which tells the names and shapes of the "
             f"weights: it holds {_content_of(folder)}. The save was interrupted, or rank 0 wrote "
             "on another machine. Copy that file here, or convert another checkpoint."
         )
-    return CheckpointFiles(folder, model, _by_rank(folder, names, _OPTIMIZER_FILE))
+    return files
 
 
 def _content_of(folder: Path) -> str:
@@ -606,8 +614,9 @@ def _has_states(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(_ANY_STATES))
 
 
-def _check_kind(folder: Path, names: Sequence[str]) -> None:
+def _check_kind(folder: Path) -> None:
     """Refuse checkpoints that cannot be put together from data-parallel parts."""
+    names = sorted(path.name for path in folder.glob(_ANY_STATES))
     matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
     ranks = sorted({int(match["parallel"]) for match in matches if match})
     if experts := [name for name in names if _EXPERT_FILE.fullmatch(name)]:
@@ -633,8 +642,9 @@ def cut_otherwise(thing: object, what: str) -> ConfigError:
     )
 
 
-def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     name_by_rank: dict[int, str] = {}
+    names = sorted(path.name for path in folder.glob(_ANY_STATES))
     for match in filter(None, map(pattern.fullmatch, names)):
         # Below stage 3 there is one file of model states, without a rank in its name.
         rank = int(match["rank"] or 0)

@@ -26,7 +26,7 @@ from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
+from nbaccel.deepspeed.checkpoint_layout import CheckpointFiles, is_readable, read_states
 from nbaccel.deepspeed.engines import Drive, is_engines
 from nbaccel.deepspeed.environment import Lease, forget_modules
 from nbaccel.deepspeed.local_shards import remember, take_back_together
@@ -659,31 +659,13 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
 
 def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collection[int]) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    # Only at stage 3 each rank has a file of model states.
-    saved_kinds = {
-        kind: {path.name.rpartition("zero_pp_rank_")[2].partition("_")[0] for path in paths}
-        for kind in ("model", "optim")
-        if (paths := [*folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")])
-    }
-    if engine.zero_optimization_stage() == 0 or not saved_kinds:
+    files = CheckpointFiles.of(folder)
+    if engine.zero_optimization_stage() == 0 or not (files.optimizer or files.is_of_stage_3):
         return
-    saved_kinds.setdefault("optim", set())
     # The model's file tells how many ranks saved it: counted by the files that are there, a missing
     # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else len(saved_kinds["optim"])
-    words = {"optim": "optimizer's", "model": "model's"}
-    missing = [
-        f"{words[kind]} states of rank {rank}"
-        for kind, present in sorted(saved_kinds.items(), reverse=True)
-        for rank in sorted(ranks_there or range(saved_count))
-        if str(rank) not in present
-    ]
-    if missing:
-        raise CheckpointDamaged(
-            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
-            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
-            "where it was saved, or load another checkpoint."
-        )
+    saved_count = saved_by if isinstance(saved_by, int) else len(files.optimizer)
+    files.check_ranks(ranks_there or range(saved_count), saved_count)
     if saved_count != int(engine.dp_world_size):
         raise ConfigError(
             f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "

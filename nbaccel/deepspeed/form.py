@@ -27,9 +27,15 @@ from nbaccel.deepspeed.checking import check_config, combination_mistakes
 from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
 from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE
-from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryEstimate, Shape
-from nbaccel.memory.settings_form import ChoiceOption, Edit, FilledConfig, Setting, StatePlacement
+from nbaccel.memory.settings_form import (
+    ChoiceOption,
+    Edit,
+    FilledConfig,
+    Setting,
+    StatePlacement,
+    TrainingWay,
+)
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
@@ -249,14 +255,14 @@ _FILLED_LATER = dict.fromkeys(
 )
 
 
-class DeepSpeedForm(settings_form.SettingsForm):
+class DeepSpeedForm:
     """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
 
     title = "ZeRO and DeepSpeed"
-    file_name = "DeepSpeed JSON"
+    file_name = "DeepSpeed JSON"  # of the language that can be copied
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
-    common = tuple(_LABELS)
-    everyday = (
+    common = tuple(_LABELS)  # names that come first, also of `RunConfig`
+    everyday = (  # names that are shown as soon as DeepSpeed is taken
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "activation_checkpointing",
         *(f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param")),
@@ -282,6 +288,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
                 yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
+        """Where a setting of `RunConfig` lands in DeepSpeed's configuration."""
         return _KEY_OF_RUN_FIELD.get(field, "")
 
     def is_chosen(self, config: RunConfig) -> bool:
@@ -339,6 +346,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
         refuse_mistakes(combination_mistakes(settings))
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
+        """Why an option cannot be taken: a clause; empty where it can."""
         if value is None:
             return ""
         if setting.name == "zero_stage":
@@ -372,13 +380,14 @@ class DeepSpeedForm(settings_form.SettingsForm):
         return ""
 
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
-        """See :meth:`SettingsForm.is_shown`: folders mean something where something is on disk."""
+        """Whether a choice means anything: folders do where something is on disk."""
         section, _, name = setting.name.rpartition(".")
         return name != "nvme_path" or _place_of(config, f"{section}.device") == "nvme"
 
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
+        """Fill in ``"auto"`` where the run, the model or the batch decides it."""
         document = engine_config(config)
         if document is None:
             return FilledConfig(None)
@@ -427,7 +436,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
         on_host: bool,
         can_checkpoint: bool,
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
-    ) -> Iterator[settings_form.TrainingWay]:
+    ) -> Iterator[TrainingWay]:
         refusal = engine_refusal(config)
         folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), "")
         for placement in placements:
@@ -437,7 +446,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
             way_refusal = refusal
             if placement.uses_disk and not (folder or refusal):
                 way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
-            yield settings_form.TrainingWay(
+            yield TrainingWay(
                 name=name_of(placement),
                 configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
                 placement=placement,
@@ -478,6 +487,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings whose names are all those of `RunConfig`, too, are DeepSpeed's."""
         return set(settings) == {"gradient_accumulation_steps"}
 
 

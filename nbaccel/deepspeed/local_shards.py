@@ -227,14 +227,14 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 def _misfit_text(
     module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
 ) -> str:
+    here = {name: shape_of(tensor) for name, tensor in own.items()}
+    given = {name: tuple(value.shape) for name, value in state.items() if hasattr(value, "shape")}
+    names = {**here, **given} if strict else here.keys() & given.keys()
     wrong = [
-        f"{name} has shape {tuple(state[name].shape)} instead of {shape_of(tensor)}"
-        for name, tensor in own.items()
-        if name in state and tuple(state[name].shape) != shape_of(tensor)
+        f"{name} has shape {given.get(name)} instead of {here.get(name)}"
+        for name in names
+        if given.get(name) != here.get(name)
     ]
-    if strict:
-        wrong += [f"{name} is missing" for name in own if name not in state]
-        wrong += [f"{name} is unknown" for name in state if name not in own]
     if not wrong:
         return ""
     return (

@@ -23,7 +23,6 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
-from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -316,8 +315,7 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
-            levels are counted where it asks for them (``mixed_precision="fp8"``).
+        run: How it will be run; decides what is ``"auto"``.
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -331,24 +329,19 @@ def estimate_memory(
     shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
-    formats = short_formats(run) if config is None else None
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
-        precision = settings.precision if formats is None else "bf16"
-        activation_bytes = _measured(
-            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
-        )
+        # Not at the top: importing torch's fake tensors takes about a second.
+        from nbaccel.memory.activations import measure_activations, resized
+
+        num_rows = given.get(_BATCH_KEY)
+        activation_bytes = measure_activations(
+            model_or_shape,
+            resized(sample_batch, num_rows) if isinstance(num_rows, int) else sample_batch,
+            precision=settings.precision,
+            gradient_checkpointing=gradient_checkpointing,
+        ).peak
     machine = inventory or inspect_machine()
-    if formats is not None:
-        return estimate.torch_estimate(
-            shape,
-            strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
-            states=_short_states(model_or_shape, world_size, formats),
-            num_processes=num_processes,
-            num_nodes=num_nodes,
-            activation_bytes=activation_bytes,
-            inventory=machine,
-        )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
     of_stage = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[settings.stage]
@@ -374,30 +367,6 @@ def estimate_memory(
         nvme_folders=folders,
         notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
     )
-
-
-def _measured(
-    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
-) -> int:
-    # Here, since importing torch's fake tensors takes about a second.
-    from nbaccel.memory.activations import measure_activations, resized
-
-    return measure_activations(
-        model,
-        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
-        precision=precision,
-        gradient_checkpointing=gradient_checkpointing,
-    ).peak
-
-
-def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
-    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
-    if not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"The memory of MS-AMP's {formats.level} cannot be estimated from {model!r}: it "
-            "depends on which weights belong to linear layers. Give the module (it may be on meta)."
-        )
-    return model_states(model, world_size=world_size, formats=formats)
 
 
 def _check_arguments(

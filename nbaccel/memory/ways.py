@@ -93,7 +93,7 @@ class Candidate:
 def way_of(config: RunConfig, *, world_size: int) -> str:
     """The name of the way to train that a run takes."""
     if (form := _form_of(config)) is not None:
-        return form.way_of(config)
+        return str(form.way_of(config))
     if config.strategy == FSDP:
         return _SHARDED_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _SHARDED_NAME
     return _copies_name(world_size)

@@ -254,7 +254,7 @@ def plugin_class(class_name: str) -> Any:
 
 
 def settings_forms() -> tuple[Any, ...]:
-    """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
+    """What pickers offer of strategies that have settings of their own."""
     return tuple(load_object(row.form)() for row in rows.STRATEGIES if row.form)
 
 

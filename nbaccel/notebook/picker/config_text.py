@@ -63,7 +63,8 @@ def read_settings_source(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
             "configuration of its own. They would have no effect. Leave them out."
         )
-    return form.read(settings, config, inventory)
+    run_config, remarks = form.read(settings, config, inventory)
+    return run_config, remarks
 
 
 def _is_run(settings: Mapping[str, Any]) -> bool:

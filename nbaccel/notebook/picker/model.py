@@ -182,7 +182,7 @@ class PickerModel:
             return ""  # the present value stays selectable, whatever is wrong with it
         form = choices.form_of(setting.name)
         if form is not None:
-            return form.option_refusal(self.config, setting, value)
+            return str(form.option_refusal(self.config, setting, value))
         if setting.name == "fp8.backend":
             row = {row.name: row for row in rows.FP8_BACKENDS}.get(value)
             if row is not None and row.package and not is_installed(row.package):
@@ -215,7 +215,7 @@ class PickerModel:
             return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
         form = choices.form_of(name)
         if form is not None:
-            return form.is_shown(self.config, self.setting(name))
+            return bool(form.is_shown(self.config, self.setting(name)))
         if name == "tpu_driver":
             return self.inventory.tpu_chips > 0
         return name not in _MULTI_NODE_FIELDS or self.config.num_nodes > 1
