@@ -101,8 +101,7 @@ def check_config(
         *_model_mistakes(checked, schema, known_mistakes=keys),
         *combination_mistakes(checked, world_size=world_size),
     ]
-    # Parts of names, which a misspelt key has, too: the right key is missing then, and a message
-    # about sizes that do not multiply out would only repeat that.
+    # Parts of names: of a misspelt size that is known, the sum would only repeat the mistake.
     if not any(word in key.path for word in ("batch_size", "accumulation") for key in keys):
         mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
     mistakes += maker_mistakes(checked, schema)
@@ -133,8 +132,7 @@ def _typed_config(settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMista
     try:
         return ZeroConfig.from_dict(settings), []
     except ConfigError as error:
-        # The other checks go on without the wrong values, so that all mistakes are reported at
-        # once. A mistake whose key cannot be found would be met again, without end.
+        # The other checks go on without the wrong values. A key that cannot be found ends that.
         mistakes = mistakes_in(error)
         are_known = all(has_key(settings, mistake.path) for mistake in mistakes)
         remaining = copy.deepcopy(settings) if are_known else {}
@@ -248,9 +246,8 @@ def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -
         fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
         if 1 < size < world_size and size not in fitting:
             yield (
-                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
-                "DeepSpeed would fail in all of them when it makes its groups. Give "
-                f"{' or '.join(map(str, fitting))}, or leave it out."
+                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes: "
+                f"all would fail. Give {' or '.join(map(str, fitting))}, or leave it out."
             )
 
 
@@ -262,8 +259,7 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     if total is None and micro is None and not open_ends:
         yield (
             "train_batch_size and train_micro_batch_size_per_gpu are both missing: got "
-            f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give "
-            "train_micro_batch_size_per_gpu, the batch size of one process."
+            f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give the second."
         )
     # Without a total DeepSpeed multiplies the others, which cannot contradict each other.
     if total is None:
@@ -283,9 +279,8 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     factors += [f"{processes} processes"] if world_size is not None else []
     yield (
         f"train_batch_size={total} {'is not' if is_exact else 'is no multiple of'} "
-        f"{' * '.join(factors)} = {product}. "
-        "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
-        f"out, or give {'' if is_exact else 'a multiple of '}{product}."
+        f"{' * '.join(factors)} = {product}, the samples of a step. Leave it out, or give "
+        f"{'' if is_exact else 'a multiple of '}{product}."
     )
 
 
@@ -326,9 +321,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             yield from _untested(config, key, name)
         if key == "optimizer" and "max_grad_norm" in params:
             yield (
-                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
-                "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
-                "level."
+                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is refused by "
+                "DeepSpeed. Set gradient_clipping at the top level."
             )
             params = {key: value for key, value in params.items() if key != "max_grad_norm"}
         known = schema.schedulers.get(name)
@@ -343,9 +337,8 @@ def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
     got = f"got stage {config.zero_stage}"
     if key == "scheduler":
         yield (
-            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: {got}. torch "
-            "would refuse it as no Optimizer. Use one of DeepSpeed's, such as WarmupDecayLR, or "
-            "pass a schedule to deepspeed.initialize."
+            f"scheduler.type={name!r} is torch's: {got}, whose optimizer is no Optimizer for it. "
+            "Use one of DeepSpeed's, such as WarmupDecayLR."
         )
     elif config.zero_allow_untested_optimizer is not True:
         yield (
@@ -424,19 +417,16 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
         return
     if config.is_on("fp16") and not _cpu_has_fp16():
         yield (
-            "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
-            "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
-            "bf16."
+            "fp16.enabled cannot be true on this CPU: got fp16.enabled=True. It has no float16 "
+            "arithmetic, so DeepSpeed refuses it. Use bf16."
         )
     place = config.offload_optimizer and config.offload_optimizer.device
-    # Before that release no host memory counted as pinned without a GPU, so that nothing was
-    # submitted, and waiting for writes that do not exist fails.
+    # Older ones pinned no memory without a GPU, submitted nothing, and waited for it.
     if place == "nvme" and config.zero_stage == 3 and (old := library.older_than("0.19.6")):
         yield (
-            f'{ZERO}.offload_optimizer.device="nvme" needs DeepSpeed 0.19.6 or newer where there '
-            f"is no GPU: got {old}. It would end the process with a failed assertion in C++ "
-            '(_num_pending_ops > 0). Install a newer one (pip install "deepspeed>=0.19.6"), or '
-            'give device="cpu".'
+            f'{ZERO}.offload_optimizer.device="nvme" without a GPU needs DeepSpeed 0.19.6: got '
+            f"{old}. It would end the process in C++ (_num_pending_ops > 0). Install it (pip "
+            'install "deepspeed>=0.19.6"), or give device="cpu".'
         )
     name = (config.optimizer and config.optimizer.type) or ""
     remedy = {"lamb": "Use AdamW."}.get(name.lower(), "")

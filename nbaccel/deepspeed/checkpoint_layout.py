@@ -114,9 +114,8 @@ def read_states(path: Path) -> StateFile:
             )
         raise CheckpointDamaged(
             f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
-            f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was "
-            "killed while it wrote it, the disk was full, or a copy is not complete. Copy it "
-            "again, or convert an earlier checkpoint (tag=...)."
+            f"({type(error).__name__}: {reason}): it is torn, by a kill, a full disk or a copy, or "
+            "no checkpoint. Copy it again, or convert an earlier one (tag=...)."
         ) from error
     return StateFile(path, states)
 
@@ -146,8 +145,7 @@ class FileTensor(NamedTuple):
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time; each is gone with the next."""
         flat = self.tensor.reshape(-1)
-        # All tensors of a file lie in its mapping; a copy, which has other strides, does not, and
-        # would be filled with zeros.
+        # A copy, which has other strides, is not in the file's mapping, and would be zeroed.
         is_mapped = flat.data_ptr() == self.tensor.data_ptr()
         for chunk in torch.split(flat, _CHUNK_ELEMENTS):
             yield chunk
@@ -209,8 +207,7 @@ class Weight:
 @contextlib.contextmanager
 def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
     """A block that reads weights; it ends with an error where their bits are not those saved."""
-    # Compared in threads, since the checksums that `torch.save` wrote cover whole records, of which
-    # the block may read the parts in any order.
+    # In threads, as checksums cover whole records, whose parts the block may read in any order.
     checksums_of = functools.cache(_checksums_in)
     # By address: a record may have several weights.
     records = {
@@ -228,9 +225,8 @@ def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
             if record not in checksums_of(piece.path):
                 raise CheckpointDamaged(
                     f"{piece.path} has flipped bits: the checksum of the record with {name} "
-                    f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
-                    "those that were trained. Copy it again, or convert another checkpoint "
-                    "(tag=...)."
+                    f"({record[0]:,} bytes) is wrong. Weights would be others than were trained. "
+                    "Copy it again, or convert another checkpoint (tag=...)."
                 )
     finally:
         threads.shutdown(cancel_futures=True)
@@ -280,9 +276,8 @@ def read_layout(checkpoint_dir: str | Path, tag: str | None, exclude_frozen: boo
         raise  # it is a `ValueError`, too
     except _ENTRY_ERRORS as error:
         raise CheckpointDamaged(
-            f"{files.folder} has files without the entries that DeepSpeed writes "
-            f"({type(error).__name__}: {error}): they are damaged, or something else wrote them. "
-            "Convert a checkpoint that engine.save_checkpoint wrote (tag=...)."
+            f"{files.folder} has files without entries of DeepSpeed's ({type(error).__name__}: "
+            f"{error}). Convert what engine.save_checkpoint wrote (tag=...)."
         ) from error
 
 
@@ -290,10 +285,8 @@ def _file_with(path: Path, key: str) -> StateFile:
     file = read_states(path)
     if not isinstance(file.states, Mapping) or not isinstance(file.states.get(key), Mapping):
         raise ConfigError(
-            f"{path} has no {key!r} in it, though its name says so: it holds "
-            f"{_keys(file.states)}. Convert a checkpoint that engine.save_checkpoint wrote. (A "
-            "pipeline's engine writes its layers elsewhere, which cannot be converted: load such a "
-            "checkpoint into its engine.)"
+            f"{path} has no {key!r}, but {_keys(file.states)}. Convert a checkpoint that "
+            "engine.save_checkpoint wrote; that of a pipeline must be loaded into its engine."
         )
     return file
 
@@ -355,9 +348,9 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
         few = sorted(said.items())[:4]
         texts = "; ".join(f"rank {rank}: stage {stage} of {count}" for rank, (stage, count) in few)
         raise ConfigError(
-            f"{files.folder} mixes files of different saves, with stage and number of ranks as "
-            f"{texts}. Parts of two saves do not make one. Delete those of the older one"
-            f"{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
+            f"{files.folder} mixes different saves, with stage and number of ranks as {texts}. "
+            "Delete the files of the older "
+            f"one{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
         )
     return stage, count
 
@@ -447,8 +440,7 @@ def _laid_out(
             part = f" in part {number}" if strips[1:] else ""
             raise ConfigError(
                 f"{place}: the shapes of {_keys(shapes)} add up to {begin:,} elements{part}, and "
-                f"{saved:,} were saved. Files of different saves lie there together, or the model "
-                "changed between them. Convert another checkpoint (tag=...)."
+                f"{saved:,} were saved: saves are mixed. Convert another (tag=...)."
             )
     return weights
 
@@ -479,9 +471,8 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
         raise ConfigError(
-            f"{files.folder} was saved with ZeRO by {saved_by}, and has no optimizer states: none "
-            "of its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
-            "convert another checkpoint (tag=...)."
+            f"{files.folder} was saved with ZeRO by {saved_by}, and lacks the *_optim_states.pt "
+            "that have the fp32 weights. Copy them here, or convert another checkpoint (tag=...)."
         )
     optimizer = model.states.get("optimizer")
     if isinstance(optimizer, Mapping) and {"fp32_groups", "fp32_groups_flat"} & optimizer.keys():
@@ -491,9 +482,8 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         )
     if exclude_frozen:
         raise ConfigError(
-            f"{model.path} was saved without ZeRO, and does not tell which of its "
-            f"{len(model.states['module'])} weights were frozen. Leave exclude_frozen_parameters "
-            "out, and drop them by their names."
+            f"{model.path} does not tell which of its {len(model.states['module'])} weights were "
+            "frozen, without ZeRO. Leave exclude_frozen_parameters out."
         )
     weights: _Weights = {}
     tied: dict[str, str] = {}
@@ -549,9 +539,8 @@ class CheckpointFiles(NamedTuple):
         mistakes = [
             f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
             f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank {number_ranges(missing)} are "
-            "missing: each holds a part of every weight. Copy them here from the machine that "
-            "wrote them (use_node_local_storage leaves them on each node), or take another "
-            "checkpoint (tag=...)."
+            "missing: each holds a part of every weight. Copy them here from where they were "
+            "written, or take another checkpoint (tag=...)."
             for kind, files in kinds.items()
             if (missing := sorted(set(ranks) - files.keys()))
         ]
@@ -565,9 +554,8 @@ def _find_files(checkpoint_dir: str | Path, tag: str | None) -> CheckpointFiles:
     files = CheckpointFiles.of(folder)
     if not files.model:
         raise ConfigError(
-            f"{folder} has no file *_model_states.pt, which tells the names and shapes of the "
-            f"weights: it holds {_content_of(folder)}. The save was interrupted, or rank 0 wrote "
-            "on another machine. Copy that file here, or convert another checkpoint."
+            f"{folder} has no file *_model_states.pt, which names the weights: it holds "
+            f"{_content_of(folder)}. Copy that file here, or convert another checkpoint."
         )
     return files
 
@@ -581,9 +569,8 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
     if not root.is_dir():
         beside = _content_of(root.parent) if root.parent.is_dir() else "nothing at all"
         raise ConfigError(
-            f"{root} {'is a file' if root.exists() else 'does not exist'}, and a checkpoint of "
-            "ZeRO is a folder, in which each rank has files of its own. Beside it there are: "
-            f"{beside}. Give the folder that save_checkpoint was given."
+            f"{root} {'is a file' if root.exists() else 'does not exist'}, and ZeRO's checkpoints "
+            f"are folders. Beside it: {beside}. Give the folder that save_checkpoint was given."
         )
     if _has_states(root) and tag in (None, root.name):
         return root
@@ -594,9 +581,8 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         tag = content.decode("utf-8", errors="replace").strip()
         if len(content) > _LONGEST_NAME or not _TAG_FOLDER.fullmatch(tag):
             raise CheckpointDamaged(
-                f"{latest} holds {tag[:60]!r}, and should hold the tag of the last save, which is "
-                "the name of a folder beside it: it is damaged, or not written by DeepSpeed. Say "
-                "which save is meant: tag=..."
+                f"{latest} holds {tag[:60]!r}, and should hold the name of a folder beside it: it "
+                "is damaged. Say which save is meant: tag=..."
             )
     if tag is not None and (root / tag).is_dir():
         return root / tag
@@ -626,19 +612,17 @@ def _check_kind(folder: Path) -> None:
         raise cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
     if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
-            f"{folder} is a universal checkpoint, made from another one by ds_to_universal: "
-            "it has a folder per parameter instead of files of ranks. Convert the checkpoint that "
-            f"it was made from: tag={folder.name.removesuffix('_universal')!r}, if it is "
-            "still there; or load this one into an engine and use fp32_state_dict(engine)."
+            f"{folder} is a universal checkpoint, which has no files of ranks. Convert the one "
+            f"that it was made from, tag={folder.name.removesuffix('_universal')!r}, or load it "
+            "and use fp32_state_dict(engine)."
         )
 
 
 def cut_otherwise(thing: object, what: str) -> ConfigError:
     """The error about weights that are not cut by data-parallel ranks alone."""
     return ConfigError(
-        f"{thing} {what}: its weights are not spread over all ranks alike, and the parts of all "
-        "ranks put together would be wrong. Make a universal checkpoint with ds_to_universal, or "
-        "load it into its engine and gather or save there."
+        f"{thing} {what}: the parts of all ranks put together would be wrong. Make a universal "
+        "checkpoint with ds_to_universal, or load it into its engine and gather or save there."
     )
 
 

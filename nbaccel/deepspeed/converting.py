@@ -131,8 +131,7 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
                 done_bytes += chunk.nbytes
                 waiting_bytes += chunk.nbytes
                 if waiting_bytes >= _FLUSHED_BYTES:
-                    # The disk writes meanwhile, and nothing has to be waited for at the end. What
-                    # has just been written alone: the rest stays in memory for who reads it next.
+                    # The disk writes meanwhile; older pages stay in memory for the next reader.
                     begin = file.tell() - waiting_bytes
                     os.posix_fadvise(file.fileno(), begin, waiting_bytes, os.POSIX_FADV_DONTNEED)
                     waiting_bytes = 0
@@ -140,8 +139,7 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
             if done_bytes != weight.nbytes:
                 raise CheckpointFailed(
                     f"{weight.name} should have {weight.nbytes:,} bytes, and {done_bytes:,} were "
-                    "read: a file changed while it was being read. Try again when no other "
-                    "process writes there."
+                    "read: a file changed meanwhile. Try again when nobody writes there."
                 )
 
 

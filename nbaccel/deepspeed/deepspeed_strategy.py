@@ -68,20 +68,17 @@ class DeepSpeedStrategy(training.Strategy):
         self._plugins = plugins
         self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._asked = asked
-        # By id of the engine, which its Drive keeps alive: no other object gets the same id
-        # meanwhile.
+        # By id of the engine, which its Drive keeps alive.
         self._drives: dict[int, Drive] = {}
         self._lease = Lease(place.device)
         finalizer: Any
         if place.is_alone:
-            # A cell that is run again forgets its Accelerator; the notebook's modules stay. The
-            # dictionaries are passed, not `self`, which the finalizer would keep alive for ever.
+            # A cell that is run again forgets its Accelerator. Without `self`, which it would keep.
             finalizer = weakref.finalize(self, _end_all, self._drives, self._lease)
         else:
             # The engines are only noted: a cell may still look at them after the Accelerator.
             finalizer = weakref.finalize(self, _ORPHANED_DRIVES.extend, self._drives.values())
-        # At exit no cell looks at the modules again, and the environment's own atexit handler
-        # destroys the engines.
+        # At exit nobody looks at modules; the environment's atexit handler destroys engines.
         finalizer.atexit = False
         self._announced: Any = None
         plugin = plugins.active
@@ -102,8 +99,8 @@ class DeepSpeedStrategy(training.Strategy):
         """See :meth:`Strategy.said_by`; what the plugin in force says."""
         plugin = settings.active
         return training.SaidBySettings(
-            mixed_precision=plugin.mixed_precision,
-            accumulation_steps=plugin.accumulation_steps,
+            mixed_precision=plugin.said.get("mixed_precision"),
+            accumulation_steps=plugin.said.get("gradient_accumulation_steps"),
             writes_shards=True,
             reason=f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {plugin.zero_stage}",
             speaker="the DeepSpeed configuration",
@@ -119,8 +116,7 @@ class DeepSpeedStrategy(training.Strategy):
             return bundle
         plugin = self._plugins.active
         config, settings = self._open.get(id(plugin), (None, {}))
-        # A plugin whose configuration the user has replaced since an earlier `prepare` is taken as
-        # it is; else with the "auto" values that that one replaced.
+        # One that the user has replaced counts; else the one whose "auto" was filled in before.
         if plugin.deepspeed_config is not config:
             settings = plugin.deepspeed_config
         # Before the lease: what is refused has made no process group.
@@ -180,8 +176,7 @@ class DeepSpeedStrategy(training.Strategy):
         library.begin_comm(resolved.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
-            # Removed before it ends: one that cannot be destroyed must not be tried again by each
-            # `prepare`.
+            # Removed first: one that cannot be destroyed must not be tried again and again.
             while _ORPHANED_DRIVES:
                 _ORPHANED_DRIVES.pop().end(is_alone=False)
             forget_modules()
@@ -224,8 +219,7 @@ class DeepSpeedStrategy(training.Strategy):
         # On every rank of this node, since each has a heap to keep freed blocks in.
         if 2 * host_bytes(need, device) > machine.host_available_bytes:
             engines.return_at_once()
-        # One process of each node looks at the disk; the others wait in their first collective
-        # and have not yet written anything that would count as room taken.
+        # One process of each node; the others wait in their first collective, with nothing written.
         if self.place.is_local_main:
             check_disk(need, local_shards.folders_in_use())
             check_host_memory(need, device, machine)
@@ -259,7 +253,6 @@ class DeepSpeedStrategy(training.Strategy):
     # ---------------------------------------------------------------- training
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """See :meth:`Strategy.backward`; the engine's."""
         drive = engines.drive_of_loss(loss, list(self._drives.values()))
         drive.backward(loss, sync=sync, **options)
 
@@ -330,7 +323,6 @@ class DeepSpeedStrategy(training.Strategy):
         left_out: Collection[str] = (),
         ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
         drive = self._writing_drive(model)
         # The first rank of each folder, where there are several, writes what its ranks share.
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
@@ -352,8 +344,7 @@ class DeepSpeedStrategy(training.Strategy):
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
         drive = self._drives.get(id(model))
-        # DeepSpeed gives no checkpoint engine to one without an optimizer. Only process 0 would
-        # fail, and the others would wait for it.
+        # DeepSpeed has no checkpoint engine without an optimizer: process 0 alone would fail.
         is_able = getattr(drive and drive.engine, "checkpoint_engine", None) is not None
         return drive if is_able else None
 
@@ -402,8 +393,7 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
 def _shards_only(checkpoint_kind: str) -> ConfigError:
     return ConfigError(
         f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
-        "shards, in a format of its own, together with the weights. Use accelerator.save_state "
-        "and load_state with as many processes."
+        "shards. Use accelerator.save_state and load_state with as many processes."
     )
 
 
@@ -425,9 +415,8 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
             names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
             raise ConfigError(
                 f"{type(optimizer).__name__} trains {len(trained)} parameter(s) of {len(numbers)} "
-                f"of the models prepared with it ({names}). DeepSpeed's engine has one model and "
-                "one optimizer, made over its parameters. Prepare both in one call, one optimizer "
-                "for each model."
+                f"of the models prepared with it ({names}). A DeepSpeed engine has one of each. "
+                "Prepare both in one call, one optimizer for each model."
             )
         found[numbers[0]] = optimizer
     return found
@@ -458,8 +447,7 @@ def resolve_config(
     loaders: Iterable[Any],
 ) -> Resolved:
     """Fill in and check a configuration."""
-    # All prepared loaders count, since nothing says which of them is the training's. One with a
-    # batch sampler of the user's own may have None.
+    # Nothing says which loader is the training's. One with a batch sampler may have None.
     sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
     micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
     is_dummy = isinstance(scheduler, DummyScheduler)
@@ -504,21 +492,20 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
     are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers]
+    own = {key: value_at(settings, f"{key}.type") for key in ("optimizer", "scheduler")}
     if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
-            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model, and one engine has "
+            "both. Prepare them in one call."
         )
     if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(
-            "prepare got the engine of another Accelerator, which cannot be taken apart. Make "
-            "model and optimizer anew before: run their cell again."
+            "prepare got the engine of another Accelerator. Make model and optimizer anew before."
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
-            f"The DeepSpeed configuration has an optimizer ({_type_of(settings['optimizer'])}), "
-            "and prepare got one of torch. Only one can train. Leave it out of the configuration, "
-            "or prepare nbaccel.utils.DummyOptim(model.parameters())."
+            f"The DeepSpeed configuration has an optimizer ({own['optimizer']}), "
+            "and prepare got one of torch. Leave one out, or prepare a DummyOptim."
         )
     if any(are_dummies) and not settings.get("optimizer"):
         mistakes.append(
@@ -530,34 +517,27 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if settings.get("scheduler") and (not is_dummy or makes_schedule):
             mistakes.append(
-                f"The DeepSpeed configuration has a schedule ({_type_of(settings['scheduler'])}), "
-                f"and prepare got {type(scheduler).__name__}. Only one can set the learning rate. "
-                "Leave it out of the configuration, or prepare nbaccel.utils.DummyScheduler."
+                f"The DeepSpeed configuration has a schedule ({own['scheduler']}), "
+                f"and prepare got {type(scheduler).__name__}. Leave one out, or prepare a "
+                "DummyScheduler."
             )
         elif is_dummy and not makes_schedule and not settings.get("scheduler"):
             mistakes.append(
                 f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
-                "the DeepSpeed configuration has no schedule that it could stand for. Add one "
-                "there, or give lr_scheduler_callable."
+                "the configuration has no schedule. Add one there, or give lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
         elif any(are_dummies) and not is_dummy:
             mistakes.append(
-                f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
-                "it would set the learning rate of nothing. Give "
-                "DummyScheduler(lr_scheduler_callable=...)."
+                f"prepare got a {type(scheduler).__name__} of a DummyOptim: it would set the "
+                "learning rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
             )
     refuse_mistakes(mistakes)
 
 
-def _type_of(section: Any) -> Any:
-    return section.get("type") if isinstance(section, dict) else section
-
-
 # ------------------------------------------------------------------------------ its checkpoints
 # Every process writes its part into one folder. DeepSpeed asks torch for any pickle, which may run
-# code: here torch is told to read plain data all the same, and the few classes of DeepSpeed that
-# its files hold.
+# code: here only plain data is read, and the few classes of DeepSpeed that its files hold.
 
 
 def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
@@ -588,9 +568,8 @@ def _load(engine: Any, folder: Path, left_out: Collection[str]) -> None:
         ) from None
     if loaded_path is None:
         raise ConfigError(
-            f"The checkpoint {str(folder)!r} has files that DeepSpeed cannot read: it loaded "
-            f"nothing. It holds {', '.join(sorted(path.name for path in folder.iterdir()))}. Load "
-            "another one."
+            f"The checkpoint {str(folder)!r} holds nothing that DeepSpeed can read: "
+            f"{', '.join(sorted(path.name for path in folder.iterdir()))}. Load another one."
         )
 
 
@@ -602,9 +581,8 @@ _OWN_CLASSES = {
 """What DeepSpeed puts into its files beside plain data; instances of them only hold numbers."""
 
 _PLAIN_REMEDY = (
-    "Only plain data is read, because a pickle of anything else can run any code. If you wrote "
-    "these files yourself and nobody could change them, torch.serialization.add_safe_globals "
-    "allows a class."
+    "Only plain data is read, because a pickle of anything else can run any code. If these files "
+    "are your own, torch.serialization.add_safe_globals allows a class."
 )
 
 
@@ -628,8 +606,7 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
     """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
-    # Each process reads what all share, and its own. Files in torch's format of before 2020 cannot
-    # be looked at without reading their numbers.
+    # What all share, and its own. torch's format of before 2020 cannot be looked into.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
     for path in filter(is_readable, folder.glob("*.pt")):
         if "zero_pp_rank_" in path.name and own_name not in path.name:
@@ -647,9 +624,8 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
     states = None if first_readable is None else read_states(first_readable).states
     if not isinstance(states, Mapping):
         raise CheckpointDamaged(
-            f"{first_readable or folder} has no states of a model, which are in files "
-            "*_model_states.pt: it is not whole. Nothing has been loaded. Copy what is missing "
-            "from where it was saved, or load another checkpoint."
+            f"{first_readable or folder} has no states of a model (*_model_states.pt). Nothing has "
+            "been loaded. Copy what is missing from where it was saved, or load another checkpoint."
         )
     # Without `ranks_there` another program saved it: which files are on other nodes is not known.
     if ranks_there or not engine.use_node_local_storage():
@@ -662,16 +638,14 @@ def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collecti
     files = CheckpointFiles.of(folder)
     if engine.zero_optimization_stage() == 0 or not (files.optimizer or files.is_of_stage_3):
         return
-    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
-    # file of the last rank would look like a checkpoint of fewer processes.
+    # By the model's file: files that are there would hide that the last rank's is missing.
     saved_count = saved_by if isinstance(saved_by, int) else len(files.optimizer)
     files.check_ranks(ranks_there or range(saved_count), saved_count)
     if saved_count != int(engine.dp_world_size):
         raise ConfigError(
             f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "
-            f"{int(engine.dp_world_size)}: DeepSpeed's parts fit only as many as wrote them. Run "
-            f"as many, or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
-            "convert it with python -m deepspeed.checkpoint.ds_to_universal."
+            f"{int(engine.dp_world_size)}. Run as many, take the weights alone (nbaccel to-fp32 "
+            f"{folder.parent} OUT), or convert it by ds_to_universal."
         )
 
 

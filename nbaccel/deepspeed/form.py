@@ -265,7 +265,7 @@ class DeepSpeedForm:
     everyday = (  # names that are shown as soon as DeepSpeed is taken
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "activation_checkpointing",
-        *(f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param")),
+        *zero_memory.NVME_PATHS,
     )
 
     def settings(self) -> Iterator[Setting]:
@@ -341,8 +341,7 @@ class DeepSpeedForm:
 
     def check(self, config: RunConfig, device: str) -> None:
         settings = ZeroConfig.from_dict(engine_config(config) or {})
-        # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
-        # checked when the run is launched.
+        # What the device cannot do is asked of DeepSpeed, in seconds, when the run is launched.
         refuse_mistakes(combination_mistakes(settings))
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
@@ -480,9 +479,8 @@ class DeepSpeedForm:
         if settings and not schema.sections[""] & {*map(str, settings)}:
             raise ConfigError(
                 f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
-                f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. "
-                'Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, '
-                "or a RunConfig."
+                f"these settings: {first_few([*map(str, settings)], 4)}. Give a configuration of "
+                'DeepSpeed, {"zero_optimization": {"stage": 2}}, or a RunConfig.'
             )
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 

@@ -221,9 +221,8 @@ def ready_to_build(device: str) -> str | None:
 
 def path_with_ninja() -> str | None:
     """The PATH with which ninja is found, and always the same ninja."""
-    # A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
-    # took the system's ninja, and a shell with the environment activated its own, each would build
-    # again what the other has built: versions of ninja record commands differently.
+    # A kernel started as ``venv/bin/python`` lacks ``venv/bin`` on its PATH; the system's ninja, of
+    # another version, would build again what a shell has built, and the other way round.
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
@@ -249,16 +248,14 @@ def _compiler() -> list[str] | None:
 
 def _no_compiler(missing_operations: Sequence[str]) -> str:
     return (
-        f"The C++ compiler {(env.read('CXX') or 'c++').split()[0]!r} is not on PATH. DeepSpeed "
-        f"builds {', '.join(missing_operations)} on first use and needs one. Install it: apt-get "
-        "install g++ (or conda install gxx_linux-64); or set CXX to the one you have."
+        f"The C++ compiler {(env.read('CXX') or 'c++').split()[0]!r} is not on PATH, and builds "
+        f"{', '.join(missing_operations)}. Install it (apt-get install g++), or set CXX."
     )
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
     """Remove locks that a killed process left in the folders of half-built operations."""
-    # A process that builds keeps the lock open until it has finished; any other waits until it is
-    # gone, silently and without a time limit. Met where a kernel was killed while it compiled.
+    # Whoever builds keeps it open; others wait without end. Met where a kernel was killed.
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
@@ -270,8 +267,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
 def _is_forgotten(lock_path: Path) -> bool:
     """Whether the process that made a lock is gone."""
-    # Operations that were built long ago are locked for a moment, too, by each process that loads
-    # them, so one look is not enough: the lock must stay the same one, without a holder.
+    # Loading a built operation locks it for a moment: so it must stay, without a holder.
     seen = set()
     for _ in range(3):
         try:
@@ -286,9 +282,8 @@ def _is_forgotten(lock_path: Path) -> bool:
         time.sleep(0.05)  # a build that ends closes its lock first and removes it then
     if len(seen) == 1 and not _would_be_seen(lock_path):
         raise UnsafeMoment(
-            f"{lock_path} says that a process builds the operation {lock_path.parent.name}, and "
-            "none that can be seen from here does. DeepSpeed would wait for ever. If none does on "
-            f"another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
+            f"{lock_path}: no process seen here builds {lock_path.parent.name}, and DeepSpeed "
+            f"would wait for ever. If none does elsewhere: rm {shlex.quote(str(lock_path))}"
         )
     return len(seen) == 1
 
@@ -365,18 +360,16 @@ def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     # DeepSpeed itself only says "hardware/software issue. None".
     if "async_io" in operations and command is not None and not _links_aio(command):
         yield (
-            f"The library libaio cannot be compiled and linked against here. {text} and "
-            "reads the disk by it. Install it: apt-get install libaio-dev; where it is somewhere "
-            "else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
+            f"The library libaio does not link here. {text} and reads the disk by it. Install it: "
+            "apt-get install libaio-dev; or name its folders in CFLAGS (-I) and LDFLAGS (-L)."
         )
     if device == "cuda" and any(name.startswith("fused_") for name in operations):
         # torch has looked for it as the build will, without initialising CUDA.
         extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
         if extension.CUDA_HOME is None:
             yield (
-                "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
-                f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of torch's CUDA "
-                "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+                f"The CUDA toolkit with nvcc is not found: CUDA_HOME is {extension.CUDA_HOME}. "
+                f"{text} with it. Install it, or set optimizer.params.torch_adam to true."
             )
 
 
@@ -402,8 +395,7 @@ _Z3_OPTIMIZER = "_z3_optimizer"
 
 def check_fp32_copies(engine: Any) -> None:
     """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here."""
-    # Without these attributes a tensor looks as if ZeRO did not have it in parts: training would
-    # end without an error, and without its float32 weights.
+    # Without them training would end without an error, and without its float32 weights.
     stage = engine.zero_optimization_stage()
     name = _Z3_OPTIMIZER if stage == 3 else _HP_MAPPING
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
@@ -450,8 +442,7 @@ def engine_settings(engine: Any) -> Any:
 
 def forget_group_references(module: Any) -> None:
     """Empty the lists of groups in ``deepspeed.utils.groups``, which have no public function."""
-    # DeepSpeed's own function is there from 0.19.8 on. In earlier ones nothing but these lists is
-    # made when the module is executed, and other modules look them up in it.
+    # It is there from 0.19.8 on; in earlier ones the module makes nothing but these lists.
     release = getattr(module, "_release_process_group_references", None)
     if release is not None:
         release()
@@ -522,8 +513,7 @@ def _change_state(changed_module: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
             init(self, *args, **kwargs)
             return
-        # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
-        # then without, as only so its state takes the plugin.
+        # With `cpu` Accelerate finds the others, over gloo; only without it the plugin is taken.
         if not training_libraries.accelerate_is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
             changed_module.PartialState(True, **{name: kwargs[name] for name in handed_on})

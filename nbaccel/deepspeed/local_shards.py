@@ -90,8 +90,7 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     values = fragment.hp_fragment.detach().reshape(-1)
     if mapping is None:
         weights = tensor.detach().reshape(-1)[first : first + values.numel()]
-        # Of an engine that is destroyed; weights may have been changed since. Both agree as long as
-        # the copy, rounded, gives the weights: then the copy has more digits.
+        # The engine is gone, and weights may have changed: the copy counts if it rounds to them.
         values = values if torch.equal(values.to(weights), weights) else weights
     return [(first, values)]
 
@@ -115,8 +114,7 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if master is not None and is_on_disk(tensor):
         raise ConfigError(
             f"A parameter of shape {tuple(whole.shape)} is on disk (offload_param.device='nvme'), "
-            "and DeepSpeed changes what is trained there in its steps alone. Load weights before "
-            "`prepare`, or a checkpoint of accelerator.save_state."
+            "where only steps change it. Load weights before `prepare`."
         )
     if master is not None:
         from deepspeed.utils import safe_set_local_fp32_param
@@ -166,8 +164,7 @@ def _local_span(tensor: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------ whole weights
-# Parameters are gathered a few at a time, and only process 0 keeps them: process 0 holds the model
-# besides its part, the others hold their part, and all of them a few whole parameters for a moment.
+# A few at a time: process 0 keeps the model besides its part, the others only their part.
 
 _AT_A_TIME_BYTES = 256 << 20
 
@@ -176,8 +173,7 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict, whole; a collective where weights are in shards."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
-    # without it they would be detached placeholders.
+    # With `keep_vars` the entries are parameters with DeepSpeed's attributes, no placeholders.
     state = module.state_dict(keep_vars=True)
     tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
     whole: dict[int, torch.Tensor] = {}
@@ -187,8 +183,7 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
         cut = [tensor for tensor in group if is_partitioned(tensor)]
         with GatheredParameters(cut, enabled=bool(cut)):
             for tensor in group if keep else ():
-                # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and
-                # `torch.save` writes the whole storage of a view.
+                # A copy: `torch.save` writes the whole storage of a view of a flattened group.
                 whole[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
 
@@ -239,8 +234,7 @@ def _misfit_text(
         return ""
     return (
         f"The state does not fit {type(module).__name__}: {first_few(wrong, 5, separator='; ')}. "
-        "Weights would go to the wrong places. Load the state of the same model, or give "
-        "strict=False for names alone."
+        "Load the state of the same model, or give strict=False for names alone."
     )
 
 
@@ -264,11 +258,9 @@ def _groups_by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tens
 
 
 # ------------------------------------------------------------------------------ on disk
-# DeepSpeed empties its folder when an engine is made, also where another engine of the process has
-# its states in it, and leaves the files there when the process ends: so each engine has a folder,
-# and none is left behind. There are no more buffers than `buffer_count`, and what was read ahead
-# stays in one until it is used: so nothing here takes a buffer, and files are read and written
-# directly.
+# DeepSpeed empties its folder when an engine is made, also of another engine's states, and leaves
+# files when the process ends: so each engine has a folder, and none is left. What was read ahead
+# stays in one of the few buffers until it is used: so nothing here takes a buffer.
 
 
 class Claim:
@@ -341,8 +333,8 @@ def leave() -> None:
         open_claim.release()
 
 
-# On import, since exit handlers run in reverse order: the environment's, which is registered later
-# and destroys engines, comes first. A worker ends by `os._exit`, and calls `leave` beforehand.
+# On import, since exit handlers run in reverse: the environment's, which destroys engines, comes
+# first. A worker ends by `os._exit`, and calls `leave` beforehand.
 atexit.register(leave)
 
 
@@ -360,10 +352,9 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     path = Path(param_swapper.get_path(tensor))
     if not path.is_file():
         raise ConfigError(
-            f"{path} is gone: it held this process's part of a parameter of shape "
-            f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
-            "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
-            "back."
+            f"{path} is gone, the only copy of this process's part of a parameter of shape "
+            f"{tuple(tensor.ds_shape)}. Keep the folder (offload_param.nvme_path) until "
+            "accelerator.free_memory() has taken the weights back."
         )
     part_size = int(tensor.ds_tensor.ds_numel)
     return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
@@ -383,8 +374,8 @@ def free_buffers(module: nn.Module) -> None:
 
 def skip_repeated_reads(module: nn.Module) -> None:
     """Let a parameter that several layers use be read ahead once."""
-    # DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
-    # assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
+    # DeepSpeed 0.19 lists it per use and fails on the second (`already assigned swap buffer`):
+    # every T5 looks at a layer's weights from outside of the layer.
 
     def read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # By id, since tensors compare element by element.
@@ -414,15 +405,13 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
         number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
         total = format_bytes(part * count * number_bytes)
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
-            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop. Set it to {part} "
-            f"or more; the {count} buffers then take {total} of host memory in each process."
+            f"{ZERO}.offload_param.buffer_size={size} is too small for {name}. Set it to {part} or "
+            f"more; {count} buffers then take {total} of host memory in each process."
         )
 
 
 # ------------------------------------------------------------------------------ placeholders
-# A partitioned parameter of ZeRO-3 is a tensor of shape ``(0,)`` while no layer uses it.
-# ``model.state_dict()`` and ``torch.save`` take it as it is.
+# A parameter of ZeRO-3 has the shape ``(0,)`` while no layer uses it, and is saved so by torch.
 
 
 def is_placeholder(parameter: torch.Tensor) -> bool:
@@ -452,16 +441,14 @@ def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> N
     if names:
         raise ConfigError(
             f"{thing}: {len(names)} of the weights are ZeRO-3 placeholders "
-            f"({first_few(names, 3)}), of shape (0,): a file of them is worthless. For whole "
-            "weights call nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, "
-            "folder) on every rank, or accelerator.save_model(model, folder); "
-            "nbaccel.zero_to_fp32(...) takes them out of a checkpoint."
+            f"({first_few(names, 3)}), of shape (0,). Call nbaccel.fp32_state_dict(engine), "
+            "nbaccel.save_16bit_weights(engine, folder) or accelerator.save_model(model, folder) "
+            "on every rank; nbaccel.zero_to_fp32(...) reads checkpoints."
         )
 
 
 # ------------------------------------------------------------------------------ built in shards
-# transformers decides it by a weak reference in a module, to the last ``HfDeepSpeedConfig``. The
-# same reference makes ``generate`` keep ranks in step.
+# transformers goes by a weak reference to the last ``HfDeepSpeedConfig``, in `generate`, too.
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
@@ -531,8 +518,7 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
     parameters, _, _ = torch_private.module_tables(module)
     if not _is_deepspeeds(type(parameters)) and not any(map(_is_deepspeeds, hooks)):
         return None
-    # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
-    # and process groups, which cannot.
+    # DeepSpeed's objects refer to engines and process groups, which cannot be pickled.
     kept = {
         name: value
         for name, value in own.items()
@@ -559,8 +545,7 @@ def _is_deepspeeds(inspected_object: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == "deepspeed"
 
 
-# What a module was before its first engine is a fact of this process: in a live worker it outlives
-# the Accelerator that prepared it, which the next run of the same cell drops.
+# Of this process: in a live worker it outlives the Accelerator, which the cell's next run drops.
 _REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary()
 
 
@@ -591,9 +576,8 @@ def take_back(module: nn.Module, remembered: Remembered) -> bool:
 
 def take_back_together(module: nn.Module, device: torch.device) -> bool:
     """Make a module whole that earlier engines of all processes have; a collective."""
-    # A cell that prepares a model is run again: without this, hooks of the engine before would run
-    # beside those of the next one, over process groups that may be gone, and its weights would be
-    # those in low precision.
+    # A cell is run again: hooks of the engine before would run beside the next one's, over
+    # groups that may be gone, with weights in low precision.
     state_before = _REMEMBERED_STATES.get(module)
     is_engines = (
         state_before is not None
@@ -602,8 +586,7 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
         and not any("ds_shape" in attributes for _, attributes in state_before.tensors.values())
     )
     had_engine = torch.tensor(is_engines, dtype=torch.int32, device=device)
-    # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
-    # have to take part in the collectives below.
+    # If `prepare` failed on some ranks, those have no engine, and must take part below.
     dist.all_reduce(had_engine, dist.ReduceOp.MAX)
     if not had_engine:
         return False
@@ -633,10 +616,10 @@ def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Te
     dist.all_reduce(missing_count)
     if missing_count:
         raise ConfigError(
-            f"{type(module).__name__} was taken apart by an engine that was not finished on "
-            f"all processes: {int(missing_count)} part(s) of weights are lost "
-            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or "
-            "restart the workers (%accelerate restart), which get the notebook's."
+            f"{type(module).__name__} was taken apart by an engine that not all processes "
+            f"finished: {int(missing_count)} part(s) of weights are lost "
+            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or %accelerate "
+            "restart."
         )
     return found
 

@@ -177,8 +177,7 @@ class _Search:
             if key and key not in keys:
                 continue
             recorder = _KeyRecorder(content if path else _ENOUGH_SETTINGS)
-            # The reader fails on most of these settings, in many ways: what it had looked up until
-            # then is the answer.
+            # It fails on most of these, in many ways: what it looked up until then is the answer.
             with contextlib.suppress(Exception):
                 self._read(path, recorder)
             keys |= recorder.asked
@@ -285,19 +284,16 @@ def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "")
             # A comment, in one of the ways that people write one.
             if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
                 if section in schema.models:
-                    yield FieldMistake(
-                        f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
-                        f"that it does not know in {section}: got {shown(value)}. Move it to "
-                        "the top level.",
-                        path,
+                    text = (
+                        f"{path}={shown(value)} is a comment, which DeepSpeed refuses there. Move"
                     )
+                    yield FieldMistake(f"{text} it to the top level.", path)
                 continue
             meant_key, advice = _advice(key, section, settings, schema)
             yield _unknown_key(path, value, section, advice, schema)
         inner_path = f"{prefix}{meant_key}"
         if isinstance(value, Mapping) and inner_path in schema.sections:
-            # Keys inside a misspelt section are compared with the section that was meant, so that
-            # their mistakes are reported at once, too.
+            # With the section that was meant, so that mistakes inside a misspelt one are told, too.
             yield from key_findings(value, schema, inner_path)
 
 
@@ -346,8 +342,7 @@ def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
     names = {known.lower(): known for known in known_keys}
     if _MEANT_KEYS.get(word) in names.values():
         return _MEANT_KEYS[word]
-    # A name that shares whole words is nearer than one that only has similar letters:
-    # `batch_size` of `train_batch_size`, `zero_opt` of `zero_optimization`.
+    # Shared words are nearer than similar letters: `batch_size` of `train_batch_size`.
     parts = [part for part in word.split("_") if part]
     sharing = [
         name
@@ -376,11 +371,8 @@ def misspelt_keys(settings: Mapping[str, Any], section: str = "") -> Iterator[Fi
             meant_key, advice = near[0], f"Did you mean {near[0]!r}?"
         if advice:
             path = f"{prefix}{key}"
-            yield FieldMistake(
-                f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}. It "
-                f"would have no effect. {advice}",
-                path,
-            )
+            text = f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}."
+            yield FieldMistake(f"{text} It would have no effect. {advice}", path)
         # Inside a misspelt section, too, so that its mistakes are reported at once.
         if isinstance(value, Mapping):
             yield from misspelt_keys(value, f"{prefix}{meant_key}")

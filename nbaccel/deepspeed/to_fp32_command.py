@@ -11,9 +11,8 @@ import typer
 from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds
 
 _HELP = (
-    "Convert a checkpoint that DeepSpeed's engine.save_checkpoint wrote (ZeRO stages 0 to 3, any "
-    "number of ranks) into fp32 weights that Hugging Face's libraries read. It is a stream: a few "
-    "MiB are in memory at a time. All files appear together at the end, or none."
+    "Convert a checkpoint of DeepSpeed's engine.save_checkpoint (ZeRO stages 0 to 3, any number of "
+    "ranks) into fp32 weights that Hugging Face's libraries read, a few MiB at a time."
 )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -65,39 +65,34 @@ def _read_table(value: Any) -> Any:
     return text_forms.json_like(value)
 
 
-def _whole(least: int) -> FieldRule:
-    must = f"a whole number of at least {least}"
-    do = "Give a number, such as 1 or 5e8"
-    return FieldRule(read=_number_or_auto, must=must, do=do, value_kind="whole")
+def _rule(kind: str, read: Callable[[Any], Any], must: str, do: str) -> FieldRule:
+    return FieldRule(read=read, must=must, do=do, value_kind=kind)
 
 
 _Auto = Literal["auto"]
-Whole = Annotated[Annotated[int, Field(ge=0)] | _Auto | None, _whole(0)]
-WholeFromOne = Annotated[Annotated[int, Field(ge=1)] | _Auto | None, _whole(1)]
+_WHOLE_REMEDY = "Give a number, such as 1 or 5e8"
+Whole = Annotated[
+    Annotated[int, Field(ge=0)] | _Auto | None,
+    _rule("whole", _number_or_auto, "a whole number of at least 0", _WHOLE_REMEDY),
+]
+WholeFromOne = Annotated[
+    Annotated[int, Field(ge=1)] | _Auto | None,
+    _rule("whole", _number_or_auto, "a whole number of at least 1", _WHOLE_REMEDY),
+]
 Number = Annotated[
     Annotated[float, Field(ge=0, allow_inf_nan=False)] | _Auto | None,
-    FieldRule(
-        read=_number_or_auto,
-        must="a number of at least 0",
-        do="Give a number, such as 1.0",
-        value_kind="number",
-    ),
+    _rule("number", _number_or_auto, "a number of at least 0", "Give a number, such as 1.0"),
 ]
 Truth = Annotated[
     Annotated[bool, Strict()] | _Auto | None,
-    FieldRule(read=_read_truth, must="true or false", do="Give one of them", value_kind="truth"),
+    _rule("truth", _read_truth, "true or false", "Give one of them"),
 ]
 Text = Annotated[
     Annotated[str, Field(min_length=1)] | None,
-    FieldRule(
-        read=_read_text, must="text that is not empty", do="Write it in quotes", value_kind="text"
-    ),
+    _rule("text", _read_text, "text that is not empty", "Write it in quotes"),
 ]
-_TABLE_RULE = FieldRule(
-    read=_read_table,
-    must="a mapping of names to JSON values",
-    do='Write for example {"lr": 0.001}',
-    value_kind="table",
+_TABLE_RULE = _rule(
+    *("table", _read_table, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}')
 )
 Params = Annotated[
     dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value)))
@@ -321,8 +316,7 @@ class ZeroConfig(_ZeroSection):
         """
         given, _ = old_forms(text_forms.plain_object(settings, "A ZeroConfig"))
         extra: dict[str, Any] = given.pop(_EXTRA_FIELD, None) or {}
-        # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
-        # there, so it is kept as it stands, for the check to find.
+        # DeepSpeed ignores a key of `zero_optimization` at the top: kept there, for the check.
         extra |= {key: given.pop(key) for key in ZERO_KEYS if key in given}
         zero = given.pop(ZERO, None)
         if not isinstance(zero, (dict, NoneType)):

@@ -28,6 +28,7 @@ from nbaccel.plan.inventory import Inventory
 
 OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
 PARAM_PLACE = f"{ZERO}.offload_param.device"
+NVME_PATHS = tuple(f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param"))
 DEFAULTS = {
     f"{ZERO}.reduce_bucket_size": 500_000_000,
     f"{ZERO}.contiguous_gradients": True,
@@ -135,8 +136,7 @@ def place_at_stage(place_key: str, place: str, stage: int) -> str:
 
 def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
     """The folders that parameters or the optimizer are swapped to."""
-    keys = (f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param"))
-    folders = (value_at(settings, key) for key in keys)
+    folders = (value_at(settings, key) for key in NVME_PATHS)
     return [Path(folder) for folder in folders if folder not in (None, "", "auto")]
 
 
@@ -152,9 +152,8 @@ def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
 
 def _temporary_bytes(settings: CountedSettings, num_elements: int, *, on_cpu: bool) -> int:
     """What torch's own optimizers hold for a moment while they update so many numbers."""
-    # Adam takes the root of the second moment and divides it: into a second temporary on CPUs
-    # (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
-    # are one kernel and hold none.
+    # Adam divides by the root of the second moment: into a second temporary on CPUs
+    # (``_single_tensor_adamw``), in place on GPUs; DeepSpeed's optimizers, one kernel, hold none.
     if not settings.torch_optimizer:
         return 0
     return min(settings.num_states, 2 if on_cpu else 1) * settings.state_bytes * num_elements
@@ -174,12 +173,10 @@ def _stage_0(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     """Everything everywhere. In 16 bit the optimizer has fp32 parameters and gradients."""
     trained = shape.trainable
     is_half = settings.parameter_bytes < _FP32_BYTES
-    # torch's optimizers have the model's own tensors, or one copy for each of them: on CPUs they
-    # update one after another.
+    # torch's optimizers update one tensor after another on CPUs.
     updated = largest_parameter(shape) if on_cpu else trained
     update_bytes = _temporary_bytes(settings, updated, on_cpu=on_cpu)
-    # Gradients are made flat, a bucket at a time, to be reduced; in 16 bit DeepSpeed's optimizers
-    # make all of them flat in their own format, beside those of the model.
+    # Gradients are made flat, a bucket at a time; in 16 bit all of them, in their own format.
     in_step = max(_FP32_BYTES * min(trained, _REDUCED_AT_ONCE), update_bytes)
     if is_half:
         master = 0 if settings.torch_optimizer else _FP32_BYTES * trained
@@ -209,9 +206,8 @@ def _stages_1_and_2(
     # One buffer is filled while the other is reduced.
     num_buffers = is_copied * (2 if settings.zero["overlap_comm"] else 1)
     buffer_bytes = settings.parameter_bytes * bucket_size * num_buffers
-    # On CPUs, of buffers that are made for each backward pass only what is written takes memory.
-    # With room for all gradients they are where the gradients are, which stage 1 keeps until then
-    # and stage 2 copies at the end, when activations are gone.
+    # On CPUs only what is written of buffers takes memory. With room for all gradients they are in
+    # the gradients' place, which stage 1 keeps and stage 2 copies when activations are gone.
     has_room = is_copied and bucket_size >= shape.trainable
     written_bytes = min(buffer_bytes, settings.parameter_bytes * shape.trainable) * on_cpu
     in_step = written_bytes if has_room and settings.stage == 2 else 0
@@ -225,8 +221,7 @@ def _stages_1_and_2(
         kept_bytes = max(0, whole_gradients - own_bytes) if settings.stage == 1 else 0
         in_step = max(own_bytes, in_step, update_bytes - kept_bytes)
         return device + states + Bytes(gradients=kept_bytes, in_step=in_step), Bytes(), Bytes()
-    # Before they are copied back to the device, the new parameters are rounded into a separate
-    # copy; a gradient that is copied to the host passes through a buffer on either side.
+    # New parameters are rounded into a copy; a gradient passes through a buffer on either side.
     rounded = Bytes(parameters=settings.parameter_bytes * part_size, in_step=update_bytes)
     passing = Bytes(buckets=settings.parameter_bytes * largest_parameter(shape))
     return device + passing + Bytes(in_step=in_step), states + rounded + passing, Bytes()
@@ -253,8 +248,7 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
         nvme += parameters
         buffers = zero["offload_param.buffer_size"] * zero["offload_param.buffer_count"]
         host += Bytes(buckets=weight_bytes * buffers)
-    # Parameters gathered for the forward pass stay for the backward pass, as many as may live; a
-    # full bucket of gradients is copied in the order in which it is divided among the processes.
+    # Gathered parameters stay for the backward pass, as many as may live; a full bucket is copied.
     ahead = zero["stage3_prefetch_bucket_size"] + shape.largest_layer
     at_once = min(max(zero["stage3_max_live_parameters"], ahead), shape.total)
     gathered_bytes = weight_bytes * (at_once + bucket_size)
@@ -340,7 +334,7 @@ def estimate_memory(
             resized(sample_batch, num_rows) if isinstance(num_rows, int) else sample_batch,
             precision=settings.precision,
             gradient_checkpointing=gradient_checkpointing,
-        ).peak
+        )
     machine = inventory or inspect_machine()
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
@@ -404,9 +398,8 @@ def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> 
         f"{format_bytes(machine.host_total_bytes)} are free"
     )
     advice = (
-        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
-        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
-        "fits."
+        "Set offload_optimizer.device or offload_param.device to 'none' or 'nvme', a lower "
+        "sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
     )
     # What is free may grow until it is needed, so only a machine that is too small is refused.
     if needed_bytes > machine.host_total_bytes:
@@ -432,7 +425,6 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
-            'would end half-way. Make room, give another folder, or set the device to "cpu".'
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes), and {format_bytes(free_room)} "
+            f'({free_room} bytes) are free. Make room, or set another folder, or the device "cpu".'
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FSDP = "fsdp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """Bytes that may be used: on each device, of the host, of the disk; None: what is free."""
 
@@ -148,7 +148,7 @@ class MemoryModel:
                 resized(self.sample_batch, samples),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
         return self._activations[key]
 
 

@@ -10,14 +10,11 @@ from torch import nn
 
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, debug_launcher, notebook_launcher
 from nbaccel.config import RunConfig
-from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import measure
 from nbaccel.memory.memory_model import fsdp_estimate, model_states, short_formats, wrapped_sizes
 from nbaccel.plan import Inventory
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.utils import FP8RecipeKwargs
-from tests import needs
-from tests.notebook.machines import WITHOUT_GPU
 
 
 class Net(nn.Module):
@@ -123,8 +120,6 @@ def test_many_accumulated_gradients_are_kept_in_16_bits():
     )
     assert many.gradients - few.gradients == 8 * 128 * 128
     assert many.gradients == pytest.approx(held_bytes(Net(), fp8, steps=9)[1], rel=0.02)
-
-
 
 
 # -------------------- FSDP
