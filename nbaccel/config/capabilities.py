@@ -432,13 +432,11 @@ def _described(entry_point: EntryPoint) -> str:
 
 
 _problems: list[str] = []
-DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)
-"""The first is always there."""
+DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)  # CPU first
 PRECISIONS = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS, _problems)
 FP8_BACKENDS = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS, _problems)
 STRATEGIES = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES, _problems)
-ENGINES = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES, _problems)
-"""The first is always there."""
+ENGINES = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES, _problems)  # local first
 ENTRY_POINT_PROBLEMS: tuple[str, ...] = tuple(_problems)
 """Entry points of other packages that cannot be used, and why. Plans report them."""
 

@@ -58,21 +58,16 @@ _CHECKPOINTING = "gradient checkpointing"
 class Rung:
     """One way to train with one batch of a process, and its verdict."""
 
-    name: str
-    """``ZeRO-2, optimizer on the CPU``."""
+    name: str  # ``ZeRO-2, optimizer on the CPU``
     batch_size: int
     accumulation_steps: int
-    gradient_checkpointing: bool
-    """Whether activations are computed again."""
-    estimate: MemoryEstimate | None
-    """What it needs, beside what there is; None where the way is not available."""
+    gradient_checkpointing: bool  # whether activations are computed again
+    estimate: MemoryEstimate | None  # what it needs; None where the way is not available
     verdict: str
     """``fits``, ``does not fit``, by estimate; ``works``, ``out of memory``, by a real step; ``not
     tried``; ``not available``."""
-    reason: str
-    """Why, in one sentence."""
-    config: dict[str, Any] | None
-    """DeepSpeed's configuration; None where the way is not available."""
+    reason: str  # why, in one sentence
+    config: dict[str, Any] | None  # DeepSpeed's; None where the way is not available
 
     @property
     def is_accepted(self) -> bool:
@@ -449,8 +444,7 @@ def _check_arguments(asked: Any) -> None:
 # ----------------------------------------------------------------------- proof by launching
 # Two real steps in workers: one may run out of memory, or be killed, and nothing else is harmed.
 
-_PROCESS_BYTES = 192 * 2**20
-"""Memory of a worker beside tensors: stacks of threads, compiled operations (100 to 130 MiB)."""
+_PROCESS_BYTES = 192 * 2**20  # of a worker beside tensors (100 to 130 MiB were seen)
 _OUT_OF_MEMORY_WORDS = re.compile(
     r"out of memory|MemoryError|(can't|cannot|unable to|could not) allocate|not enough memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",

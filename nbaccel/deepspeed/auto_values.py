@@ -116,7 +116,7 @@ def _only_defaults(facts: TrainingFacts | None, makers: tuple[object, ...]) -> f
 def made_in(model: Any) -> str | None:
     """The format in which a model's weights were made: ``bfloat16``; None where it is not known."""
     config = getattr(model, "config", None)
-    # From before transformers 5, whose attribute of that name warns: so not by `getattr`.
+    # The second is from before transformers 5, whose attribute warns: so not by `getattr`.
     old_dtype = getattr(config, "__dict__", {}).get("torch_dtype")
     model_dtype = getattr(config, "dtype", None) or old_dtype
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
@@ -172,8 +172,7 @@ class _Known(NamedTuple):
     facts: TrainingFacts
     model: object | None
     settings: dict[str, Any]
-    defaults: frozenset[str]
-    """Facts that were not given: a stand-in for an optimizer has them as defaults."""
+    defaults: frozenset[str]  # facts that only a stand-in's defaults tell
 
     def number(self, key: str) -> int | None:
         """A whole number of the file, where it is decided."""
@@ -318,8 +317,7 @@ _RULES: dict[str, _Rule] = {
     "bf16.enabled": _precision("bf16"),
 }
 
-AUTO_KEYS = tuple(_RULES)
-"""The keys for which transformers or Accelerate take ``"auto"``."""
+AUTO_KEYS = tuple(_RULES)  # the keys for which transformers or Accelerate take ``"auto"``
 
 
 def resolve_auto(

@@ -146,20 +146,12 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
     for key in auto_keys(settings):
         if key.partition(".")[0] in schema.removed:
             continue  # reported already, with a remedy
+        text = f'{key} cannot be "auto", which nobody fills in. Give a value, or leave it out.'
         if key in AUTO_KEYS:
-            text = (
-                f'{key} is still "auto". DeepSpeed would replace it by its default, or fail. '
-                "Resolve it with resolve_auto, or give a value."
-            )
-            if not allow_auto:
-                yield FieldMistake(text, key)
-        elif defaults := schema.defaults(key):
+            text = f'{key} is still "auto". Resolve it with resolve_auto, or give a value.'
+        if key not in AUTO_KEYS and (defaults := schema.defaults(key)):
             yield f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
-        else:
-            text = (
-                f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. Give '
-                "a value, or leave it out."
-            )
+        elif key not in AUTO_KEYS or not allow_auto:
             yield FieldMistake(text, key)
 
 
@@ -224,17 +216,12 @@ def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -
             continue
         key = f'{ZERO}.{name}.device="{section.device}"'
         is_swapped = section.device == "nvme"
-        needed, fate = ("stage 1, 2 or 3", "Without ZeRO no state is offloaded")
-        if name == "offload_param":
-            fate = "DeepSpeed would silently ignore it, and parameters would stay where they are"
-        elif is_swapped and stage:
-            fate = "DeepSpeed would keep the state in host memory and write nothing to disk"
-        if stage < 3 and (name == "offload_param" or (is_swapped and stage)):
-            needed = "stage 3"
-        if stage == 0 or needed == "stage 3":
+        needed = 3 if name == "offload_param" or is_swapped else 1
+        if stage < needed:
+            stages = "stage 3" if needed == 3 else "stage 1, 2 or 3"
             yield (
-                f"{key} needs {needed}: got stage {stage}. {fate}. Give such a stage, or leave "
-                f"{name} out."
+                f"{key} needs {stages}: got stage {stage}. DeepSpeed would ignore it, and write "
+                f"nothing to disk. Give such a stage, or leave {name} out."
             )
         if is_swapped and not section.nvme_path:
             yield (
@@ -301,8 +288,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             # With further keys, the one that was meant has been named already.
             if section is not None and key not in config.extra:
                 yield (
-                    f"{key}.type is missing: got {key}={section.named()!r}. Without a name "
-                    f'DeepSpeed would silently make none. Give for example "type": "{example}".'
+                    f"{key}.type is missing: got {key}={section.named()!r}. DeepSpeed would make "
+                    f'none. Give for example "type": "{example}".'
                 )
             continue
         # DeepSpeed compares its optimizers' names in lower case, and others as they are written.

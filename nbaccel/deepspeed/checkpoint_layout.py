@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint of DeepSpeed lies.
+"""Where each weight of a checkpoint lies that DeepSpeed's ``engine.save_checkpoint`` wrote.
 
 ::
 
@@ -20,16 +20,12 @@ of a rank end to end, in sub-groups of bounded size::
     rank 0  [ w1' ][ w2' ][ w3' ]
     rank 1  [ w1"·][ w2" ][ w3"·]
 
-Weights in fp32 are those of the optimizer. What it does not train (frozen parameters, buffers) is
-with the model's states, in the precision of training. With an optimizer on NVMe its state has an
-empty tensor for each sub-group that was swapped, and in stage 0 the fp32 weights of bf16 and fp16
-have no names: both are refused.
+Weights in fp32 are the optimizer's; what it does not train (frozen parameters, buffers) is with the
+model's states. Of an optimizer on NVMe there are empty tensors, and in stage 0 the fp32 weights of
+bf16 and fp16 have no names: both are refused.
 
-Files are read by torch as plain data, with a stand-in for any class that it does not take: no code
-of a file is run. They are mapped: pages that were read count as this process's memory until they
-are given back, piece by piece, so a few MiB are in memory whatever a file's size.
-
-It is what DeepSpeed's ``engine.save_checkpoint`` writes and its ``utils/zero_to_fp32.py`` reads.
+Files are read by torch as plain data, with a stand-in for any other class: no code of a file is
+run. They are mapped, and pages given back piece by piece, so a few MiB are in memory at a time.
 """
 
 from __future__ import annotations
@@ -137,11 +133,6 @@ class FileTensor(NamedTuple):
             raise ValueError(f"a tensor of {stored_bytes} bytes has the shape {list(tensor.shape)}")
         return cls(path, tensor)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.tensor.numel()
-
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time; each is gone with the next."""
         flat = self.tensor.reshape(-1)
@@ -160,13 +151,13 @@ class FileTensor(NamedTuple):
 def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:
     """Some elements of tensors that are laid end to end: as many as there are."""
     pieces = []
-    for tensor in tensors:
+    for path, tensor in tensors:
         first = max(begin, 0)
-        count = min(end, tensor.numel) - first
+        count = min(end, tensor.numel()) - first
         if count > 0:
-            pieces.append(FileTensor(tensor.path, tensor.tensor.view(-1).narrow(0, first, count)))
-        begin -= tensor.numel
-        end -= tensor.numel
+            pieces.append(FileTensor(path, tensor.view(-1).narrow(0, first, count)))
+        begin -= tensor.numel()
+        end -= tensor.numel()
     return tuple(pieces)
 
 
@@ -176,10 +167,8 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    """Type of its elements when it has been read."""
-    pieces: tuple[FileTensor, ...] = ()
-    """Its elements in their order; empty where they are not in files."""
+    dtype: torch.dtype  # type of its elements when it has been read
+    pieces: tuple[FileTensor, ...] = ()  # its elements in their order; empty: not in files
 
     @property
     def numel(self) -> int:
@@ -333,9 +322,8 @@ def _optimizer_file(path: Path) -> StateFile:
     """A rank's file, with the state of the ZeRO optimizer alone."""
     file = _file_with(path, "optimizer_state_dict")
     states = file.states["optimizer_state_dict"]
-    if states.get("ds_zero_partition_groups") is not None:
-        groups = _keys(states["ds_zero_partition_groups"])
-        raise cut_otherwise(path, f"has parameters over groups of their own ({groups}), as experts")
+    if (groups := states.get("ds_zero_partition_groups")) is not None:
+        raise _cut_otherwise(path, f"has parameters over own groups ({_keys(groups)}), as experts")
     return file._replace(states=states)
 
 
@@ -434,7 +422,7 @@ def _laid_out(
         weights[name] = Weight(name, shape, torch.float32, pieces)
         begin += count + padding
     for number, strip in enumerate(strips):
-        saved = sum(tensor.numel for tensor in strip)
+        saved = sum(tensor.numel() for _, tensor in strip)
         # All kinds of files that do not belong together are found by this.
         if not begin <= saved <= begin + slack:
             part = f" in part {number}" if strips[1:] else ""
@@ -519,8 +507,7 @@ class CheckpointFiles(NamedTuple):
     """The files of one save, by rank."""
 
     folder: Path
-    model: dict[int, Path]
-    """Files of model states; that of stages 0-2 counts as rank 0's."""
+    model: dict[int, Path]  # files of model states; that of stages 0-2 counts as rank 0's
     optimizer: dict[int, Path]
 
     @classmethod
@@ -588,11 +575,9 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
     wanted = "file `latest`, which tells the last tag" if tag is None else f"checkpoint {tag!r}"
-    hint = f", or one of these folders: tag={tags[-1]!r}" if tags else ""
     raise ConfigError(
-        f"{root} has no {wanted}, and its folders with *_states.pt are: "
-        f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. Give the folder that "
-        f"save_checkpoint was given{hint}."
+        f"{root} has no {wanted}. Its tags are: {', '.join(tags) or 'none'}; it holds "
+        f"{_content_of(root)}. Give tag=..., or the folder that save_checkpoint was given."
     )
 
 
@@ -606,10 +591,10 @@ def _check_kind(folder: Path) -> None:
     matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
     ranks = sorted({int(match["parallel"]) for match in matches if match})
     if experts := [name for name in names if _EXPERT_FILE.fullmatch(name)]:
-        raise cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
+        raise _cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
     if ranks[1:]:
         there = f"over {len(ranks)} ranks (mp_rank_{ranks[-1]:02d} is there)"
-        raise cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
+        raise _cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
     if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
             f"{folder} is a universal checkpoint, which has no files of ranks. Convert the one "
@@ -618,8 +603,7 @@ def _check_kind(folder: Path) -> None:
         )
 
 
-def cut_otherwise(thing: object, what: str) -> ConfigError:
-    """The error about weights that are not cut by data-parallel ranks alone."""
+def _cut_otherwise(thing: object, what: str) -> ConfigError:
     return ConfigError(
         f"{thing} {what}: the parts of all ranks put together would be wrong. Make a universal "
         "checkpoint with ds_to_universal, or load it into its engine and gather or save there."

@@ -88,15 +88,9 @@ def _distributed(
     """The weights of each file, in the order in which they are written."""
     most_bytes = parse_bytes(max_shard_size)
     if not most_bytes:
-        raise ConfigError(
-            f"max_shard_size={max_shard_size!r} leaves no room for a weight in a file. Use "
-            '"5GB", for example.'
-        )
+        raise ConfigError(f'max_shard_size={max_shard_size!r} leaves no room in a file. Use "5GB".')
     if not weights:
-        raise ConfigError(
-            f"There is no weight to write ({len(weights)} found): the checkpoint's parameters may "
-            "all be frozen, and frozen ones are left out. Allow them."
-        )
+        raise ConfigError("There is no weight to write: all may be frozen. Allow frozen ones.")
     for weight in weights.values():
         if weight_files.dtype_code(weight.dtype) is None:
             raise ConfigError(

@@ -30,7 +30,7 @@ from nbaccel.deepspeed.checkpoint_layout import CheckpointFiles, is_readable, re
 from nbaccel.deepspeed.engines import Drive, is_engines
 from nbaccel.deepspeed.environment import Lease, forget_modules
 from nbaccel.deepspeed.local_shards import remember, take_back_together
-from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
+from nbaccel.deepspeed.plugin import Plugins
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.estimate import measure
@@ -46,14 +46,12 @@ if TYPE_CHECKING:
 
 
 _ORPHANED_DRIVES: list[Drive] = []
-"""Engines whose Accelerator is gone, without which they cannot be trained.
+"""Engines whose Accelerator is gone: in a live worker a cell that prepares is run again.
 
-In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
-would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
-collector does not see that nothing else refers to them.
+They would stay for ever, by hooks on gradients that torch's C++ side holds, unseen by the garbage
+collector.
 """
-_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
-"""Of a model that has no engine, or one that cannot write."""
+_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"  # of a model that has no engine, or one that cannot write
 
 
 class DeepSpeedStrategy(training.Strategy):
@@ -80,12 +78,10 @@ class DeepSpeedStrategy(training.Strategy):
             finalizer = weakref.finalize(self, _ORPHANED_DRIVES.extend, self._drives.values())
         # At exit nobody looks at modules; the environment's atexit handler destroys engines.
         finalizer.atexit = False
-        self._announced: Any = None
-        plugin = plugins.active
-        if plugin.is_zero3_init_enabled():
+        self._announced: Any = None  # transformers has a weak reference to it
+        if plugins.active.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
-            # Kept: transformers has a weak reference to it.
-            settings = plugin.deepspeed_config
+            settings = plugins.active.deepspeed_config
             self._announced = local_shards.announced_config(settings, place.world_size)
 
     @classmethod
@@ -162,8 +158,7 @@ class DeepSpeedStrategy(training.Strategy):
         # DeepSpeed would make these from the file all the same.
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
-        parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved = resolve_config(settings, plugin, self._asked, self.place, *parts)
+        resolved = self._resolved(settings, model, (optimizer, scheduler, bundle.loaders))
         if not is_training and resolved.config.zero_stage < 3:
             model.to(self.place.device)
             return None
@@ -196,10 +191,57 @@ class DeepSpeedStrategy(training.Strategy):
             folders.release()
             raise
         norm = given_settings.get("gradient_clipping")
-        troubles = engines.Troubles(engine, made_in(model))
-        engine_drive = Drive(engine, folders, troubles, norm, states_before)
-        self._drives[id(engine)] = engine_drive
-        return engine_drive
+        drive = self._drives[id(engine)] = Drive(
+            engine, folders, made_in(model), norm, states_before
+        )
+        return drive
+
+    def _resolved(
+        self, given: dict[str, Any], model: nn.Module, parts: tuple[Any, ...]
+    ) -> Resolved:
+        """Fill in and check a configuration; the parts are optimizer, schedule and loaders."""
+        optimizer, scheduler, loaders = parts
+        # Nothing says which loader is the training's. One with a batch sampler may have None.
+        sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
+        micro_batch = (min if self._plugins.active.is_train_batch_min else max)(sizes, default=None)
+        is_dummy = isinstance(scheduler, DummyScheduler)
+        steps = scheduler.total_num_steps if is_dummy else None
+        # The schedule's steps in one process: each takes its share of the batches.
+        processes = 1 if self._asked.split_batches else self.place.world_size
+        # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
+        is_open = value_at(given, "scheduler.params.warmup_max_lr") == AUTO
+        rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
+        facts = TrainingFacts(
+            world_size=self.place.world_size,
+            micro_batch_size=micro_batch,
+            accumulation_steps=self._asked.accumulation_steps,
+            mixed_precision=self._asked.mixed_precision,
+            total_steps=None if steps is None else math.ceil(steps / processes),
+            learning_rate=None if rate is None else float(rate),
+        )
+        # A copy: the given one is the plugin's, which keeps what the user wrote.
+        settings = copy.deepcopy(given)
+        choices: tuple[Choice, ...] = ()
+        if value_at(settings, f"{ZERO}.stage") == 3:
+            # Without it DeepSpeed's `save_16bit_model` writes nothing.
+            settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        total_key, micro_key, _ = BATCH_SIZES
+        sizes_given = {settings.get(micro_key), settings.get(total_key)} - {AUTO, None}
+        if micro_batch is None and not sizes_given:
+            settings[micro_key] = 1
+            reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+            choices = (Choice(micro_key, 1, reason),)
+        resolved = resolve_auto(
+            settings,
+            facts=facts,
+            model=model,
+            optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
+            scheduler=scheduler if is_dummy else None,
+        )
+        # The check needs the device alone: all else that a run decides has been filled in by now.
+        size, device = self.place.world_size, self.place.device.type
+        checked = check_config(resolved.config, world_size=size, device=device)
+        return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
 
     def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
@@ -234,18 +276,13 @@ class DeepSpeedStrategy(training.Strategy):
         return inner_module
 
     def release(self, models: Iterable[nn.Module] | None = None) -> None:
-        """See :meth:`Strategy.release`.
-
-        Where this process is alone, the user's own module gets its weights back, whole, and can be
-        trained again in any way.
-        """
+        """See :meth:`Strategy.release`; where this process is alone, the module is whole again."""
         keys = list(self._drives) if models is None else [id(model) for model in models]
-        engine_drives = [self._drives.pop(key) for key in keys if key in self._drives]
-        # A step that is due would be lost with its engine.
-        for engine_drive in engine_drives:
-            engine_drive.step()
-        for engine_drive in engine_drives:
-            engine_drive.end(is_alone=self.place.is_alone)
+        drives = [self._drives.pop(key) for key in keys if key in self._drives]
+        for drive in drives:
+            drive.step()  # one that is due would be lost with its engine
+        for drive in drives:
+            drive.end(is_alone=self.place.is_alone)
         if not self._drives:
             self._announced = None
             self._lease.give_up()
@@ -307,11 +344,9 @@ class DeepSpeedStrategy(training.Strategy):
 
     @property
     def keeps_own_disks(self) -> bool:
-        """See :attr:`ShardedCheckpoints.keeps_own_disks`; ``use_node_local_storage``."""
         return any(drive.engine.use_node_local_storage() for drive in self._drives.values())
 
     def shard_folder(self, number: int) -> str:
-        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
         return f"pytorch_model_{number}" if number else "pytorch_model"
 
     def save_sharded(
@@ -332,10 +367,9 @@ class DeepSpeedStrategy(training.Strategy):
             return
         writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
-        if id(model) in self._drives:
-            state = local_shards.gather_weights(self.unwrap(model), keep=writes)
-        else:
-            state = model.state_dict()
+        is_cut = id(model) in self._drives
+        inner = self.unwrap(model)
+        state = local_shards.gather_weights(inner, keep=writes) if is_cut else model.state_dict()
         if writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
             kept = {name: value for name, value in state.items() if name not in left_out}
@@ -362,8 +396,8 @@ class DeepSpeedStrategy(training.Strategy):
             _check_checkpoint(drive.engine, Path(folder), ranks_there)
         elif not (path := Path(folder) / _PLAIN_WEIGHTS_FILE).is_file():
             raise CheckpointDamaged(
-                f"{path} is missing, which has the weights of the {type(model).__name__}. Nothing "
-                "has been loaded. Load another checkpoint, or copy it again."
+                f"{path} is missing, which has the weights of the {type(model).__name__}. Load "
+                "another checkpoint, or copy it again."
             )
 
     def load_sharded(
@@ -374,7 +408,6 @@ class DeepSpeedStrategy(training.Strategy):
         *,
         left_out: Collection[str] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._writing_drive(model)
         if drive is not None:
             _load(drive.engine, Path(folder), left_out)
@@ -434,58 +467,6 @@ def _schedule_of(
 
 
 # ------------------------------------------------------------------------------ its settings
-
-
-def resolve_config(
-    given_config: dict[str, Any],
-    plugin: DeepSpeedPlugin,
-    asked_settings: TrainingRequest,
-    place: training.Place,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    loaders: Iterable[Any],
-) -> Resolved:
-    """Fill in and check a configuration."""
-    # Nothing says which loader is the training's. One with a batch sampler may have None.
-    sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
-    micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
-    is_dummy = isinstance(scheduler, DummyScheduler)
-    steps = scheduler.total_num_steps if is_dummy else None
-    # The schedule's steps in one process: each takes its share of the batches.
-    processes = 1 if asked_settings.split_batches else place.world_size
-    # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
-    is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
-    rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
-    facts = TrainingFacts(
-        world_size=place.world_size,
-        micro_batch_size=micro_batch,
-        accumulation_steps=asked_settings.accumulation_steps,
-        mixed_precision=asked_settings.mixed_precision,
-        total_steps=None if steps is None else math.ceil(steps / processes),
-        learning_rate=None if rate is None else float(rate),
-    )
-    # A copy: the given one is the plugin's, which keeps what the user wrote.
-    settings = copy.deepcopy(given_config)
-    choices: tuple[Choice, ...] = ()
-    if value_at(settings, f"{ZERO}.stage") == 3:
-        # Without it DeepSpeed's `save_16bit_model` writes nothing.
-        settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
-    total_key, micro_key, _ = BATCH_SIZES
-    if micro_batch is None and {settings.get(micro_key), settings.get(total_key)} <= {AUTO, None}:
-        settings[micro_key] = 1
-        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-        choices = (Choice(micro_key, 1, reason),)
-    resolved = resolve_auto(
-        settings,
-        facts=facts,
-        model=model,
-        optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
-        scheduler=scheduler if is_dummy else None,
-    )
-    # The check needs the device alone: all else that a run decides has been filled in by now.
-    checked = check_config(resolved.config, world_size=place.world_size, device=place.device.type)
-    return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
 
 
 def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:

@@ -1,11 +1,7 @@
 """Making DeepSpeed's engine, driving it, and what a training loop holds of it.
 
-input, output   floating-point inputs take the engine's format, outputs come back as float32,
-                as with every other strategy here
-generate        keeps ranks in step where weights are in shards
-quiet           no dozen lines of DeepSpeed's log, unless the configuration turns them on
-memory          what is freed goes back to the system where that matters
-shards          models that are cut one parameter at a time, layers that are gathered as one
+Floating-point inputs take the engine's format, and outputs come back as float32, as with every
+other strategy here.
 
 [Note: when it steps] DeepSpeed's engine must be told, before a backward pass, whether it ends a
 group of accumulated batches, and reduces gradients in it. The step itself is taken when the loop
@@ -210,9 +206,9 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
 
 # The number is in glibc's malloc.h, which Python does not expose.
 _M_MMAP_THRESHOLD = -3
+# Bytes from which a freed block is returned: above activations of small models, since to get many
+# small ones again takes time, and below gradients of large ones.
 _RETURNED_FROM = 1 << 20
-"""Bytes from which a block is returned when it is freed. To get it again takes time, more for many
-small ones: activations of small models are below, gradients of large ones above."""
 
 
 def return_all() -> None:
@@ -298,8 +294,7 @@ def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Dri
 class _EngineProxy:
     """The engine's optimizer or schedule, in place of the object that was prepared."""
 
-    _name_in_engine: ClassVar[str]
-    """The engine's attribute with the object whose attributes are read where this one has none."""
+    _name_in_engine: ClassVar[str]  # the attribute with the object inside
 
     def __init__(self, drive: Drive) -> None:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
@@ -392,13 +387,13 @@ class Drive:
     """Drives one engine, made of a module that was what `before` says."""
 
     def __init__(
-        self, engine: Any, folders: Claim, loss_troubles: Troubles, norm: Any, before: Remembered
+        self, engine: Any, folders: Claim, made_in: str | None, norm: Any, before: Remembered
     ) -> None:
         self.engine = engine
         # See [Note: when it steps]: a forward pass must see the weights of the step that is due.
         self._hook = engine.register_forward_pre_hook(lambda *_: self.step())
         self._claimed = folders
-        self._troubles = loss_troubles
+        self._troubles = Troubles(engine, made_in)
         # What the configuration has; "auto" is no norm that could contradict a call.
         self._clipping = float(norm) if isinstance(norm, (int, float)) else None
         self._before = before
@@ -525,8 +520,7 @@ class Drive:
 # ------------------------------------------------------------------------------ troubles
 # DeepSpeed's and transformers' troubleshooting guides; each message names the key to change.
 
-PATIENCE = 5
-"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
+PATIENCE = 5  # steps in a row without a number, or skipped at the lowest loss scale
 
 
 class Troubles:

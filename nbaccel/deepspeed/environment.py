@@ -5,10 +5,9 @@
     group       made here, on that store: DeepSpeed finds it and makes none itself, so no port is
                 ever chosen first and bound later
 
-All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order.
-They are made for scripts, which end: in a notebook engines stay registered, lists keep modules
-alive, DeepSpeed's wrapper of torch's process group outlives the group, and transformers goes on
-training with DeepSpeed because a variable says so.
+All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order:
+else engines and modules stay alive, DeepSpeed's wrapper outlives torch's process group, and
+transformers goes on training with DeepSpeed because a variable says so.
 """
 
 from __future__ import annotations
@@ -99,10 +98,7 @@ class DeepSpeedEnvironment:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Undo everything. Closing again does nothing.
-
-        Engines that are still alive are destroyed, the process group ends, variables are as before.
-        """
+        """Destroy engines, end the process group, restore variables; again it does nothing."""
         # A forked child has a copy; group, store and variables are its parent's to end.
         if self.closed or os.getpid() != self._pid:
             return
@@ -126,8 +122,7 @@ class DeepSpeedEnvironment:
         return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {text}>"
 
 
-_OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()
-"""The one in force, if any: a cell that is run again closes it."""
+_OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()  # the one in force, if any
 
 
 def deepspeed_environment(
@@ -291,10 +286,9 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
 
 
 class Lease:
-    """One user's claim that engines can be made in this process.
+    """One user's claim that engines can be made: in an environment that ends with the last claim.
 
-    Where there is no process group, an environment of one process is made; it ends with the last
-    claim. In a launched process the variables that DeepSpeed needs are set.
+    In a launched process, which has a group, the variables that DeepSpeed needs are set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -383,8 +377,7 @@ def destroy(engine: Any) -> None:
 
 def live_engines() -> list[Any]:
     """All engines of this process, also those that no Accelerator made."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
+    if (module := sys.modules.get("deepspeed.runtime.engine")) is None:
         return []
     # DeepSpeed has no list of its engines. By type: objects of torch warn when `__class__` is read.
     return [one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)]

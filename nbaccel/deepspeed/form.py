@@ -143,13 +143,10 @@ FORM_PLACEMENTS = (
 )
 """Those that a form shows."""
 _PLACE_WORDS = {"cpu": "the CPU", "nvme": "disk"}
-_LOWERED = (10**8, 10**7)
-"""What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
+_LOWERED = (10**8, 10**7)  # for `LOWERED_KEYS`, where DeepSpeed's 1e9 needs too much
 LOWERED_KEYS = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-_USUAL_BUCKET = 5 * 10**8
-"""DeepSpeed's default, in elements; it is reserved on a GPU however small the model is."""
-_LEAST_BUCKET = 2**16
-"""A smaller one would mean a collective for few gradients."""
+_USUAL_BUCKET = 5 * 10**8  # DeepSpeed's, reserved on a GPU for any model
+_LEAST_BUCKET = 2**16  # A smaller one would mean a collective for few gradients
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -178,17 +175,15 @@ def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str
 
 def engine_refusal(config: RunConfig) -> str:
     """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
-    row = strategy_row("deepspeed")
     if missing := DeepSpeedForm().missing_library:
         return missing
-    if precision_row(config.mixed_precision).has_backends:
-        backend = fp8_backend("" if config.fp8 is None else config.fp8.backend).row
-        if backend is None or not strategy_fits(row, backend):
-            name = "" if backend is None else f" by the backend {backend.name}"
-            return f"DeepSpeed's engine does not train in fp8{name}"
-    elif config.mixed_precision not in row.precisions:
-        return f"DeepSpeed's engine does not train in {config.mixed_precision}"
-    return ""
+    precision = precision_row(config.mixed_precision)
+    asked = "" if config.fp8 is None else config.fp8.backend
+    backend = fp8_backend(asked).row if precision.has_backends else None
+    if strategy_fits(strategy_row("deepspeed"), backend or precision):
+        return ""
+    name = f" by the backend {backend.name}" if backend else ""
+    return f"DeepSpeed's engine does not train in {config.mixed_precision}{name}"
 
 
 def name_of(placement: StatePlacement) -> str:
@@ -372,10 +367,10 @@ class DeepSpeedForm:
         for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
         if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
             return f"for stage 3 only: the stage is {config.zero_stage}"
-        if key.startswith(f"{ZERO}.offload_optimizer."):
-            return "" if _place_of(config, OPTIMIZER_PLACE) else "optimizer state is on the device"
-        if key.startswith(f"{ZERO}.offload_param."):
-            return "" if _place_of(config, PARAM_PLACE) else "parameters are on the device"
+        for place_key, content in _PLACE_CONTENTS.items():
+            section = place_key.removesuffix("device")
+            if key.startswith(section) and not _place_of(config, place_key):
+                return f"{content}: on the device"
         return ""
 
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
@@ -405,14 +400,12 @@ class DeepSpeedForm:
             resolved, reasons = resolve_decided(document, facts=facts, run=config, model=module)
         except ConfigError as error:
             return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
-        # Written into the document itself, which keeps the order and form that the user wrote.
-        filled = copy.deepcopy(document)
+        # Into the document itself, which keeps the order and form that the user wrote.
         decided = resolved.config.to_dict()
-        for key in auto_keys(document):
-            if key not in reasons:
-                put_at(filled, key, value_at(decided, key))
+        for key in [key for key in auto_keys(document) if key not in reasons]:
+            put_at(document, key, value_at(decided, key))
         later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
-        return FilledConfig(filled, (*resolved.choices, *later))
+        return FilledConfig(document, (*resolved.choices, *later))
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         size = document.get("train_micro_batch_size_per_gpu")
@@ -460,10 +453,7 @@ class DeepSpeedForm:
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
         if self.missing_library:
-            note = (
-                "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
-                "which are not all."
-            )
+            note = "DeepSpeed is not installed: of its keys only those of nbaccel's were compared."
             mistakes = [*misspelt_keys(zero_config.old_forms(settings)[0])]
             try:
                 document = ZeroConfig.from_dict(settings).to_dict()

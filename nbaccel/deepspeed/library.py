@@ -1,14 +1,12 @@
 """DeepSpeed itself, imported when first needed, and its C++ operations.
 
-Its greeting to machines without a GPU is left out. It compiles an operation when it is first used,
-inside the training process, silently, for a minute or two, which is said. On a CPU every engine
-loads one, whatever its stage, and torch needs ninja even where it was built long ago. The errors of
-all this come late and name something else, and the lock of a build that was killed makes it wait
-for ever.
+It compiles an operation when it is first used, silently, for a minute or two, which is said. On a
+CPU every engine loads one, and torch needs ninja even where it was built long ago. Errors of all
+this come late and name something else; the lock of a killed build makes it wait for ever.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Hugging Face Accelerate would not find the
-other processes. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP. In
-a worker both hold: the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
+others. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP: in a worker
+the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -44,8 +42,7 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.zero_config import ZeroConfig
 
 
-OLDEST = "0.18.5"
-"""The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
+OLDEST = "0.18.5"  # that the tests have been run with, as `pyproject.toml` declares
 
 
 @contextlib.contextmanager
@@ -106,9 +103,8 @@ def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
     if version := older_than(OLDEST):
         raise MissingBackend(
-            f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: older "
-            "ones leave float32 weights out of checkpoints, and cannot be shut down in a running "
-            f'process. Install a newer one: pip install "deepspeed>={OLDEST}"',
+            f"DeepSpeed {version} is installed, which leaves float32 weights out of checkpoints. "
+            f'Install a newer one: pip install "deepspeed>={OLDEST}"',
             name="deepspeed",
         )
 
@@ -134,8 +130,7 @@ def _installed_version() -> str | None:
 
 # ------------------------------------------------------------------------------ building
 
-BUILDER = "deepspeed.ops.op_builder.builder"
-"""The module whose class compiles every operation, however it is used."""
+BUILDER = "deepspeed.ops.op_builder.builder"  # its class compiles every operation
 
 
 def folder() -> Path:
@@ -164,14 +159,8 @@ def is_built(operation_name: str) -> bool:
 
 def change_builder(builder_module: Any) -> None:
     """Let DeepSpeed's builder look for forgotten locks, and print a line before it compiles."""
-    builder_class = builder_module.OpBuilder
-    operation = builder_class.jit_load
-    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
-    if hasattr(operation, "__wrapped__"):
-        return
 
-    @functools.wraps(operation)
-    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def built(operation: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name):
             # Flushed at once, since compiling prints nothing for minutes.
             write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
@@ -183,7 +172,20 @@ def change_builder(builder_module: Any) -> None:
             write_notice(f"nbaccel: {error}\n")
         return operation(self, *args, **kwargs)
 
-    builder_class.jit_load = built
+    _wrap_once(builder_module.OpBuilder, "jit_load", built)
+
+
+def _wrap_once(changed_class: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have a method of a class called by another function, which is given it."""
+    method = getattr(changed_class, name)
+    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
+    if not hasattr(method, "__wrapped__"):
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(method, *args, **kwargs)
+
+        setattr(changed_class, name, wrapped)
 
 
 # ------------------------------------------------------------------------------ tools
@@ -200,8 +202,8 @@ def check_tools(device: str) -> None:
     """Refuse a machine on which every worker would fail when it makes its engine."""
     if not is_installed("deepspeed"):
         raise MissingBackend(
-            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
-            f"{device} could not shard anything. Install it: {install_line('deepspeed')}",
+            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}. Install it: "
+            f"{install_line('deepspeed')}",
             name="deepspeed",
         )
     check_version()
@@ -211,11 +213,9 @@ def check_tools(device: str) -> None:
 def ready_to_build(device: str) -> str | None:
     """Refuse a machine on which what every engine loads cannot be built; the PATH to build with."""
     search_path = path_with_ninja()
-    # What every engine on a CPU needs.
     if device == "cpu" and _compiler() is None and not is_built(_CPU_OPERATION):
         raise PlatformUnsupported(_no_compiler([_CPU_OPERATION]))
-    # Engines would wait for these without end.
-    remove_forgotten_locks()
+    remove_forgotten_locks()  # engines would wait for these without end
     return search_path
 
 
@@ -404,9 +404,8 @@ def check_fp32_copies(engine: Any) -> None:
     if not any(hasattr(parameter, name) for parameter in trained):
         version = sys.modules["deepspeed"].__version__
         raise MissingBackend(
-            f"DeepSpeed {version} gives parameters no private attribute {name} at stage {stage}: "
-            "float32 weights that were trained could not be read back. It was there from 0.18.5 to "
-            '0.19.8. Install one of these: pip install "deepspeed>=0.18.5,<=0.19.8"',
+            f"DeepSpeed {version} has no private attribute {name} at stage {stage}, to read back "
+            'float32 weights. Install an older one: pip install "deepspeed>=0.18.5,<=0.19.8"',
             name="deepspeed",
         )
 
@@ -459,19 +458,18 @@ def removed_keys(reader: Any) -> Mapping[str, str]:
     }
 
 
-_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
-_HF_CONFIG = "_hf_deepspeed_config_weak_ref"
-"""In transformers 4.30 to 5; only unsetting it is public."""
+TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
+_HF_CONFIG = "_hf_deepspeed_config_weak_ref"  # transformers 4.30 to 5; unsetting is public
 
 
 def hf_config_reference() -> Any:
     """The weak reference by which transformers decides that models are built in shards."""
-    return getattr(sys.modules.get(_TRANSFORMERS_MODULE), _HF_CONFIG, None)
+    return getattr(sys.modules.get(TRANSFORMERS_MODULE), _HF_CONFIG, None)
 
 
 def keep_hf_config_reference(reference: Any) -> None:
     """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded."""
-    if (module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
+    if (module := sys.modules.get(TRANSFORMERS_MODULE)) is not None:
         setattr(module, _HF_CONFIG, reference)
 
 
@@ -503,13 +501,8 @@ def enter_worker(device: str) -> None:
 
 def _change_state(changed_module: Any) -> None:
     """Let a plugin mean DeepSpeed, although the CPU was asked for."""
-    changed_class = changed_module.AcceleratorState
-    init = changed_class.__init__
-    if hasattr(init, "__wrapped__"):
-        return  # forked from a process that has changed it already
 
-    @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def made(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
             init(self, *args, **kwargs)
             return
@@ -521,7 +514,7 @@ def _change_state(changed_module: Any) -> None:
         with env.applied({_USE_CPU: None}):
             init(self, *args, **{**kwargs, "cpu": False})
 
-    changed_class.__init__ = made
+    _wrap_once(changed_module.AcceleratorState, "__init__", made)
 
 
 _OF_ACCELERATOR = {
@@ -533,18 +526,13 @@ _OF_ACCELERATOR = {
 
 def _change_plugin(module: Any) -> None:
     """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
-    changed_class = module.DeepSpeedPlugin
-    init = changed_class.__post_init__
-    if hasattr(init, "__wrapped__"):
-        return
 
-    @functools.wraps(init)
-    def settled(self: Any) -> None:
+    def settled(init: Any, self: Any) -> None:
         init(self)
         if env.flag(_USE_CPU):
             _join_process_group()
 
-    changed_class.__post_init__ = settled
+    _wrap_once(module.DeepSpeedPlugin, "__post_init__", settled)
 
 
 def _join_process_group() -> None:

@@ -7,12 +7,8 @@
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
 holds all of it. Either part of stage 3 may be in a file (NVMe).
 
-DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
-placeholders in it, and hooks everywhere. In a script it does not matter; in a notebook the module
-is there after training, and is to be looked at, saved, or trained in another way.
-
-    take_back            this process has all of it: no communication
-    take_back_together   each process has a part: before another engine gets the module
+DeepSpeed casts a module in place, moves its parameters into flat buffers, or leaves placeholders,
+and hooks everywhere. In a notebook the module is to be saved or trained in another way afterwards.
 
 The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`.
 """
@@ -25,7 +21,8 @@ import copy
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -164,9 +161,7 @@ def _local_span(tensor: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------ whole weights
-# A few at a time: process 0 keeps the model besides its part, the others only their part.
-
-_AT_A_TIME_BYTES = 256 << 20
+# One at a time: process 0 keeps the model besides its part, the others only their part.
 
 
 def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
@@ -179,10 +174,9 @@ def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     whole: dict[int, torch.Tensor] = {}
     # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
     free_buffers(module)
-    for group in _groups_by_size(tensors.values()):
-        cut = [tensor for tensor in group if is_partitioned(tensor)]
-        with GatheredParameters(cut, enabled=bool(cut)):
-            for tensor in group if keep else ():
+    for tensor in tensors.values():
+        with GatheredParameters([tensor], enabled=is_partitioned(tensor)):
+            if keep:
                 # A copy: `torch.save` writes the whole storage of a view of a flattened group.
                 whole[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
@@ -192,21 +186,22 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     """Load a whole state dict; a collective."""
     entries = module.state_dict(keep_vars=True).items()
     own = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
-    misfit = _misfit_text(module, own, state, strict=strict) if dist.get_rank() == 0 else ""
+    misfits = _misfits(own, state, strict=strict) if dist.get_rank() == 0 else ()
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
-    told: list[Any] = [misfit, [name for name in own if name in state]]
+    told: list[Any] = [misfits, [name for name in own if name in state]]
     dist.broadcast_object_list(told, 0)
-    misfit, wanted_names = told
-    if misfit:
-        raise ConfigError(misfit)
-    done: set[int] = set()
+    misfits, wanted_names = told
+    if misfits:
+        wrong = first_few(misfits, 5, separator="; ")
+        raise ConfigError(
+            f"The state does not fit {type(module).__name__}: {wrong}. Load the state of the same "
+            "model, or give strict=False for names alone."
+        )
+    # Tied parameters are one tensor of several names.
+    wanted = {id(own[name]): name for name in wanted_names}
     with torch.no_grad():
-        for name in wanted_names:
+        for name in wanted.values():
             tensor = own[name]
-            if id(tensor) in done:
-                continue
-            # Tied parameters are one tensor of several names.
-            done.add(id(tensor))
             # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             whole = torch.empty(shape_of(tensor), dtype=dtype, device=tensor.device)
@@ -219,42 +214,16 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
                 tensor.detach().copy_(whole)
 
 
-def _misfit_text(
-    module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
-) -> str:
+def _misfits(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
+) -> list[str]:
     here = {name: shape_of(tensor) for name, tensor in own.items()}
     given = {name: tuple(value.shape) for name, value in state.items() if hasattr(value, "shape")}
-    names = {**here, **given} if strict else here.keys() & given.keys()
-    wrong = [
+    return [
         f"{name} has shape {given.get(name)} instead of {here.get(name)}"
-        for name in names
+        for name in ({**here, **given} if strict else here.keys() & given.keys())
         if given.get(name) != here.get(name)
     ]
-    if not wrong:
-        return ""
-    return (
-        f"The state does not fit {type(module).__name__}: {first_few(wrong, 5, separator='; ')}. "
-        "Load the state of the same model, or give strict=False for names alone."
-    )
-
-
-def _groups_by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in lists that are not too big together, gathered."""
-    group: list[torch.Tensor] = []
-    group_bytes = 0
-    for tensor in tensors:
-        # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
-        num_bytes = int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
-        # One at a time from disk: each takes one of the few buffers.
-        is_alone = is_on_disk(tensor) or any(map(is_on_disk, group))
-        if group and (is_alone or group_bytes + num_bytes > _AT_A_TIME_BYTES):
-            yield group
-            group = []
-            group_bytes = 0
-        group.append(tensor)
-        group_bytes += num_bytes
-    if group:
-        yield group
 
 
 # ------------------------------------------------------------------------------ on disk
@@ -293,8 +262,7 @@ class Claim:
 
 
 _ENGINE_FOLDER_PREFIX = "engine_"
-_OPEN_CLAIMS: list[Claim] = []
-"""Of this process: engines of several Accelerators must not meet in one folder."""
+_OPEN_CLAIMS: list[Claim] = []  # of this process: no two engines in one folder
 
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
@@ -414,24 +382,19 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
 # A parameter of ZeRO-3 has the shape ``(0,)`` while no layer uses it, and is saved so by torch.
 
 
-def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
-    return tuple(parameter.shape) != shape_of(parameter)
-
-
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     """Names of the parameters that are placeholders of ZeRO-3."""
     if isinstance(module_or_state, nn.Module):
         # With duplicates: a tied parameter is named twice in the state dict, too.
         named = module_or_state.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if is_placeholder(parameter)]
+        return [name for name, one in named if tuple(one.shape) != shape_of(one)]
     return [
         name
         for name, value in module_or_state.items()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         # There are only shapes, unless it was taken with `keep_vars`.
-        and (is_placeholder(value) or value.shape == (0,))
+        and (tuple(value.shape) != shape_of(value) or value.shape == (0,))
     ]
 
 
@@ -455,11 +418,8 @@ def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> A
     """Let transformers build models in shards from here on."""
     if not is_installed("transformers"):
         return None
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    # As `Any`, since transformers' own constructor has no annotations.
-    config: Any = HfDeepSpeedConfig
-    return config(without_auto(zero_settings, world_size))
+    integration: Any = import_module(library.TRANSFORMERS_MODULE)
+    return integration.HfDeepSpeedConfig(without_auto(zero_settings, world_size))
 
 
 @contextlib.contextmanager
@@ -468,11 +428,9 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     if not is_installed("transformers"):
         yield
         return
-    from transformers.integrations import deepspeed as integration
-
+    integration: Any = import_module(library.TRANSFORMERS_MODULE)
     reference_before = library.hf_config_reference()
-    unset_config: Any = integration.unset_hf_deepspeed_config
-    unset_config()
+    integration.unset_hf_deepspeed_config()
     # A variable, because transformers' reference is weak: without one it would be gone at once.
     kept_config = announced_config(zero_settings) if zero_settings is not None else None
     try:

@@ -183,8 +183,7 @@ class DeepSpeedPlugin(Settings):
     @selected.setter
     def selected(self, value: bool) -> None:
         raise NotImplementedError(
-            f"selected={value} cannot be set: which plugin is in force belongs to an Accelerator. "
-            "Call accelerator.state.select_deepspeed_plugin(name)."
+            f"selected={value} cannot be set. Call accelerator.state.select_deepspeed_plugin(name)."
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
@@ -242,8 +241,8 @@ class DeepSpeedPlugin(Settings):
         # Only the outermost call raises, so that one error names the mismatches of all sections.
         if found and not prefix:
             raise ConfigError(
-                f"The DeepSpeed configuration contradicts the code: {shown(found)}. One of them "
-                'would be ignored. Write "auto" in the configuration.'
+                f"The DeepSpeed configuration contradicts the code: {shown(found)}. Write "
+                '"auto" in the configuration.'
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -254,7 +253,7 @@ class DeepSpeedPlugin(Settings):
         if other and self.get_value(f"{other}.enabled") is True:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
-                f"where {other}.enabled is true. Training has one number format. Leave one out."
+                f"where {other}.enabled is true. Leave one out."
             )
         for name in ("fp16", "bf16"):
             more = {"auto_cast": True} if name == wanted == "fp16" else {}
@@ -369,10 +368,8 @@ class Plugins:
     def get(self, name: str) -> DeepSpeedPlugin:
         """The plugin of a name."""
         if name not in self.by_name:
-            raise ConfigError(
-                f"There is no DeepSpeed plugin named {name!r}: models would be sharded by another "
-                f"one. Use one of {', '.join(map(repr, self.by_name))}."
-            )
+            named = ", ".join(map(repr, self.by_name))
+            raise ConfigError(f"There is no DeepSpeed plugin named {name!r}. Use one of {named}.")
         return self.by_name[name]
 
     def select(self, name: str) -> None:

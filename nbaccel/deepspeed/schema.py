@@ -39,10 +39,8 @@ class Arguments:
 
     owner: str
     known: frozenset[str]
-    needed: frozenset[str] = frozenset()
-    """Those without a default."""
-    open: bool = False
-    """Whether it takes any name."""
+    needed: frozenset[str] = frozenset()  # those without a default
+    open: bool = False  # whether it takes any name
 
     @classmethod
     def of(cls, made_class: type, *also: str) -> Arguments:
@@ -62,14 +60,11 @@ class Schema:
     """The keys, models and classes of the installed DeepSpeed; `own_` are without torch's."""
 
     version: str
-    sections: Mapping[str, frozenset[str]]
-    """Keys by the section's path, empty at the top; one that is not here takes any key."""
+    sections: Mapping[str, frozenset[str]]  # by path; one that is not here takes any
     models: Mapping[str, type[BaseModel]]
-    removed: Mapping[str, str]
-    """Keys that DeepSpeed had, by path, and its sentence on each."""
+    removed: Mapping[str, str]  # keys that DeepSpeed had, by path, and its sentence on each
     optimizers: tuple[str, ...]
-    own_optimizers: tuple[str, ...]
-    """In lower case; DeepSpeed takes them in any."""
+    own_optimizers: tuple[str, ...]  # in lower case; DeepSpeed takes them in any
     schedulers: Mapping[str, Arguments]
     own_schedulers: tuple[str, ...]
 
@@ -266,8 +261,7 @@ _MEANT_KEYS = {
 }
 _OF_OPTIMIZERS = ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum")
 _NEAR_ENOUGH = 0.75
-_NEAR_A_FIELD = 0.83
-"""`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
+_NEAR_A_FIELD = 0.83  # `devise` is 0.833 like `device`; keys without a field are up to 0.828
 
 
 def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "") -> Iterator[str]:

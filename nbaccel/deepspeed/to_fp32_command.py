@@ -24,21 +24,11 @@ def add_to(app: typer.Typer) -> None:
 
 def _convert(
     checkpoint_dir: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="The checkpoint's folder, or that of one tag in it."),
+        str, typer.Argument(metavar="DIR", help="The checkpoint, or one tag.")
     ],
-    output_dir: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT", help="Folder for model.safetensors; made if it is not there."
-        ),
-    ],
-    tag: Annotated[
-        str | None, typer.Option(help="Which save (default: the one that the file `latest` names).")
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most bytes of a file.")
-    ] = "5GB",
+    output_dir: Annotated[str, typer.Argument(metavar="OUT", help="Folder for model.safetensors.")],
+    tag: Annotated[str | None, typer.Option(help="Which save (default: that of `latest`).")] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most of a file.")] = "5GB",
     exclude_frozen_parameters: Annotated[
         bool, typer.Option("--exclude-frozen-parameters", help="Leave out what was not trained.")
     ] = False,

@@ -425,7 +425,10 @@ _PLACES_AS_TRUTH = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "of
 
 def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Today's form of what DeepSpeed still reads in an older one."""
-    todays = dict(settings)
+    # Copies, since the given configuration must stay as it is.
+    todays: dict[str, Any] = {
+        key: dict(one) if isinstance(one, dict) else one for key, one in settings.items()
+    }
     notes: list[str] = []
 
     def moved(holder: dict[str, Any], old_key: str, key: str, value: Any) -> None:
@@ -438,17 +441,15 @@ def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     if isinstance(todays.get(ZERO), bool):
         todays[ZERO] = {"stage": int(todays[ZERO])}
         notes.append(f"{ZERO} was true or false in an old form: write {todays[ZERO]!r}.")
-    if isinstance(todays.get(ZERO), dict):
-        # A copy, since the given configuration must stay as it is.
-        zero = todays[ZERO] = dict(todays[ZERO])
+    zero, aio = todays.get(ZERO), todays.get("aio")
+    if isinstance(zero, dict):
         for old_key, key in _PLACES_AS_TRUTH.items():
             if isinstance(zero.get(old_key), bool):
                 moved(zero, old_key, key, {"device": "cpu" if zero[old_key] else "none"})
         for old_key, key in _RENAMED_IN_ZERO.items():
             if old_key in zero:
                 moved(zero, old_key, key, zero[old_key])
-    if isinstance(todays.get("aio"), dict) and "thread_count" in todays["aio"]:
+    if isinstance(aio, dict) and "thread_count" in aio:
         # DeepSpeed's documentation still has the old name, which DeepSpeed ignores.
-        aio = todays["aio"] = dict(todays["aio"])
         moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
     return todays, tuple(notes)

@@ -56,8 +56,7 @@ _NUM_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
 """States of each parameter, by the optimizer's name in lower case; two for those of Adam's kind."""
 _BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}
 _FP32_BYTES = 4
-_REDUCED_AT_ONCE = 5 * 10**8
-"""Gradients in a bucket without ZeRO: DeepSpeed's constant, which no setting changes."""
+_REDUCED_AT_ONCE = 5 * 10**8  # DeepSpeed's constant, of gradients without ZeRO
 
 
 # ------------------------------------------------------------------------------ what is counted
@@ -67,11 +66,9 @@ _REDUCED_AT_ONCE = 5 * 10**8
 class CountedSettings:
     """What a configuration says of memory; bytes are of one number."""
 
-    zero: Mapping[str, Any]
-    """Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none."""
+    zero: Mapping[str, Any]  # of ``zero_optimization``, with DeepSpeed's defaults
     stage: int
-    precision: str
-    """What the model computes in: ``fp32``, ``fp16`` or ``bf16``."""
+    precision: str  # what the model computes in: ``fp32``, ``fp16`` or ``bf16``
     parameter_bytes: int
     gradient_bytes: int  # while gradients are accumulated
     master_bytes: int  # of a parameter as the optimizer keeps it
@@ -80,8 +77,7 @@ class CountedSettings:
     torch_optimizer: bool  # torch's, or the caller's, not DeepSpeed's own
     optimizer_place: str  # "none" (on the device), "cpu" or "nvme"; so of the next one
     parameter_place: str
-    unknown: tuple[str, ...]
-    """Settings left to "auto", counted as DeepSpeed's defaults."""
+    unknown: tuple[str, ...]  # settings left to "auto", counted as DeepSpeed's defaults
 
 
 def _counted(
@@ -142,8 +138,7 @@ def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
 
 # ------------------------------------------------------------------------------ one process
 
-_Places = tuple[Bytes, Bytes, Bytes]
-"""What one process needs on its device, in host memory and on disk."""
+_Places = tuple[Bytes, Bytes, Bytes]  # of one process on device, host and disk
 
 
 def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
@@ -368,11 +363,11 @@ def _check_arguments(
 ) -> None:
     has_batch = sample_batch is not None
     is_module = callable(getattr(model, "modules", None))
+    is_none = num_processes < 1 or num_nodes < 1
     problems = {
-        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
-        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
-        "Give the module (it may be on meta), or activation_bytes.": has_batch and not is_module,
+        f"num_processes={num_processes} on num_nodes={num_nodes} means no process. Use 1.": is_none,
+        f"sample_batch needs the model itself: got {model!r}. Give the module (it may be on meta), "
+        "or activation_bytes.": has_batch and not is_module,
         f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
         "silently override the other. Give one of them.": has_batch and activation_bytes,
     }
@@ -392,10 +387,12 @@ def host_bytes(need: MemoryEstimate, device: str) -> int:
 def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
     """Say before it happens that the system will kill processes for want of memory."""
     needed_bytes = host_bytes(need, device)
+    there = (
+        f"{format_bytes(machine.host_available_bytes)} of {format_bytes(machine.host_total_bytes)}"
+    )
     text = (
         f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
-        f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
-        f"{format_bytes(machine.host_total_bytes)} are free"
+        f"{need.num_processes} process(es), and {there} are free"
     )
     advice = (
         "Set offload_optimizer.device or offload_param.device to 'none' or 'nvme', a lower "

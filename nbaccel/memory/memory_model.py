@@ -154,8 +154,7 @@ class MemoryModel:
 
 _FLOAT32_BYTES = 4
 _COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
-"""float32 copies of one parameter while Adam steps: at O1 of weight, gradient and divisor, at O2
-and O3 also of both moments."""
+"""float32 copies while Adam steps: of weight, gradient and divisor, then also of both moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

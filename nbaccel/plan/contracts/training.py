@@ -338,8 +338,7 @@ class ShardedCheckpoints(Protocol):
         """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""
 
 
-Piece = tuple[int, "torch.Tensor"]
-"""Number of the first element in the flattened whole, and the values, of shape ``[n]``."""
+Piece = tuple[int, "torch.Tensor"]  # first element in the flattened whole; values ``[n]``
 
 
 @dataclass(frozen=True)
