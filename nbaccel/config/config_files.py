@@ -303,8 +303,7 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
     elif not is_counted or value % num_nodes:
         reading.mistakes.append(
             f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
-            "Accelerate counts the processes of all machines, and each must have as many. Give a "
-            "multiple."
+            "Accelerate counts the processes of all machines. Give a multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes

@@ -241,7 +241,6 @@ def advise(asked: Any, launch: Callable[..., Any]) -> Advice:
     )
 
 
-# ----------------------------------------------------------------------- the ways
 @dataclass
 class _Finder(CandidateFinder):
     """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
@@ -323,7 +322,6 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
     )
 
 
-# ----------------------------------------------------------------------- the walk
 def _walked(
     finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung]
 ) -> tuple[tuple[Rung, ...], Rung | None]:
@@ -363,7 +361,6 @@ def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
     )
 
 
-# ----------------------------------------------------------------------- what is told
 def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
     if finder.memory_model.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
@@ -377,7 +374,6 @@ def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
         yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
-# ----------------------------------------------------------------------- what it begins with
 def _first_run(
     asked: Any, settings: Mapping[str, Any], plan: Plan, memory_model: MemoryModel
 ) -> RunConfig:
@@ -441,7 +437,6 @@ def _check_arguments(asked: Any) -> None:
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
 
 
-# ----------------------------------------------------------------------- proof by launching
 # Two real steps in workers: one may run out of memory, or be killed, and nothing else is harmed.
 
 _PROCESS_BYTES = 192 * 2**20  # of a worker beside tensors (100 to 130 MiB were seen)

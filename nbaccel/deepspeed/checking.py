@@ -126,7 +126,6 @@ def check_run(run: RunConfig, device: str) -> None:
         check_config(settings, run=run, device=device, allow_auto=True)
 
 
-# ------------------------------------------------------------------------------ values
 def _typed_config(settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMistake]]:
     """The configuration without its wrong values, and what is wrong with those."""
     try:
@@ -202,9 +201,6 @@ def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
         )
 
 
-# ------------------------------------------------------------------------------ what goes together
-
-
 def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -> Iterator[str]:
     """What cannot go together on any machine, and DeepSpeed's reader takes."""
     if config.stage == AUTO:
@@ -271,8 +267,6 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     )
 
 
-# ------------------------------------------------------------------------------ optimizer, schedule
-
 # Names of transformers' `TrainingArguments`, which are copied into configurations.
 _WRITTEN_WORDS = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
 
@@ -308,8 +302,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             yield from _untested(config, key, name)
         if key == "optimizer" and "max_grad_norm" in params:
             yield (
-                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is refused by "
-                "DeepSpeed. Set gradient_clipping at the top level."
+                "optimizer.params.max_grad_norm is refused by DeepSpeed. Set gradient_clipping "
+                "instead."
             )
             params = {key: value for key, value in params.items() if key != "max_grad_norm"}
         known = schema.schedulers.get(name)
@@ -324,8 +318,8 @@ def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
     got = f"got stage {config.zero_stage}"
     if key == "scheduler":
         yield (
-            f"scheduler.type={name!r} is torch's: {got}, whose optimizer is no Optimizer for it. "
-            "Use one of DeepSpeed's, such as WarmupDecayLR."
+            f"scheduler.type={name!r} takes no ZeRO optimizer, no Optimizer of torch's: {got}. Use "
+            "WarmupLR."
         )
     elif config.zero_allow_untested_optimizer is not True:
         yield (
@@ -345,10 +339,7 @@ def _constructor_mistakes(
             f"{name}={params[name]!r}. DeepSpeed could not make {maker}.{meant}"
         )
     for name in sorted(known.needed - set(params)) if section_name == "scheduler" else ():
-        yield (
-            f"scheduler.params.{name} is missing: got {sorted(params)}. {maker} has no default "
-            f"for it. Give {name}."
-        )
+        yield f"scheduler.params.{name} is missing: {maker} has no default for it. Give {name}."
 
 
 def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:
@@ -393,9 +384,6 @@ def value_mistakes(section_name: str, params: Mapping[str, Any]) -> Iterator[str
                 f"{section_name}.params.{name} must be {must}: got {shown(value)}. DeepSpeed "
                 f"passes it on unchecked, and training would fail or diverge. {do}."
             )
-
-
-# ------------------------------------------------------------------------------ on one device
 
 
 def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:

@@ -286,9 +286,6 @@ def _keys(states: Any) -> str:
     return ", ".join(map(str, list(states)[:6])) or "nothing"
 
 
-# ------------------------------------------------------------------------------ stages 1 to 3
-
-
 def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     optimizers = {rank: _optimizer_file(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed_stage(files, optimizers)
@@ -451,9 +448,6 @@ def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
     return checked
 
 
-# ------------------------------------------------------------------------------ stage 0
-
-
 def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     if files.is_of_stage_3 or model.states.get("param_shapes"):
         ranks = model.states.get("dp_world_size")
@@ -487,8 +481,6 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
             tied[name] = first_name
     return weights, tied
 
-
-# ------------------------------------------------------------------------------ files
 
 _MODEL_FILE = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<parallel>\d+)_model_states\.pt"
@@ -568,8 +560,7 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         tag = content.decode("utf-8", errors="replace").strip()
         if len(content) > _LONGEST_NAME or not _TAG_FOLDER.fullmatch(tag):
             raise CheckpointDamaged(
-                f"{latest} holds {tag[:60]!r}, and should hold the name of a folder beside it: it "
-                "is damaged. Say which save is meant: tag=..."
+                f"{latest} holds {tag[:60]!r}, not the name of a folder beside it. Give tag=..."
             )
     if tag is not None and (root / tag).is_dir():
         return root / tag

@@ -94,8 +94,8 @@ def _distributed(
     for weight in weights.values():
         if weight_files.dtype_code(weight.dtype) is None:
             raise ConfigError(
-                f"{weight.name} is of {weight.dtype}, for which a file of weights has no place. "
-                "Convert it, or make it a buffer with persistent=False."
+                f"{weight.name} is of {weight.dtype}, which no file of weights can have. Convert "
+                "it."
             )
     split = split_state_dict_into_shards_factory(
         dict(weights),
@@ -211,7 +211,6 @@ def load_fp32_state_dict(
     return state_dict | {name: state_dict[target] for name, target in tied.items()}
 
 
-# ------------------------------------------------------------------------------ live engines
 # Every rank calls these functions, and rank 0 alone holds the result.
 
 

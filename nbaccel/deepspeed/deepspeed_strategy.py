@@ -103,8 +103,6 @@ class DeepSpeedStrategy(training.Strategy):
             remedy=', or write "enabled": "auto" there',
         )
 
-    # ---------------------------------------------------------------- preparing
-
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective."""
         # A model without an optimizer gets an engine only at stage 3, which shards what it holds.
@@ -287,8 +285,6 @@ class DeepSpeedStrategy(training.Strategy):
             self._announced = None
             self._lease.give_up()
 
-    # ---------------------------------------------------------------- training
-
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         drive = engines.drive_of_loss(loss, list(self._drives.values()))
         drive.backward(loss, sync=sync, **options)
@@ -319,8 +315,6 @@ class DeepSpeedStrategy(training.Strategy):
             )
         drive = engines.drive_of_parameters(parameters, list(self._drives.values()))
         return drive.clipped_step(max_norm)
-
-    # ---------------------------------------------------------------- keeping
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
@@ -396,8 +390,7 @@ class DeepSpeedStrategy(training.Strategy):
             _check_checkpoint(drive.engine, Path(folder), ranks_there)
         elif not (path := Path(folder) / _PLAIN_WEIGHTS_FILE).is_file():
             raise CheckpointDamaged(
-                f"{path} is missing, which has the weights of the {type(model).__name__}. Load "
-                "another checkpoint, or copy it again."
+                f"{path} is missing, with the weights. Load another checkpoint, or copy it again."
             )
 
     def load_sharded(
@@ -466,9 +459,6 @@ def _schedule_of(
     return engines.EngineScheduler(drive)
 
 
-# ------------------------------------------------------------------------------ its settings
-
-
 def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
@@ -476,8 +466,8 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     own = {key: value_at(settings, f"{key}.type") for key in ("optimizer", "scheduler")}
     if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model, and one engine has "
-            "both. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model. Prepare them in one "
+            "call."
         )
     if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(
@@ -516,7 +506,6 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     refuse_mistakes(mistakes)
 
 
-# ------------------------------------------------------------------------------ its checkpoints
 # Every process writes its part into one folder. DeepSpeed asks torch for any pickle, which may run
 # code: here only plain data is read, and the few classes of DeepSpeed that its files hold.
 

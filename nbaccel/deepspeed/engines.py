@@ -137,9 +137,6 @@ def _keep_in_step(module: nn.Module) -> None:
     module.generate = in_step  # type: ignore[assignment]
 
 
-# ------------------------------------------------------------------------------ shards
-
-
 def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
     """Cut a model into shards, one parameter after the other; a collective."""
     # An engine would cast a whole model in every process, before it cuts it; for mapped ones.
@@ -200,7 +197,6 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     set_z3_leaf_modules(model, [classes[class_name] for class_name in names])
 
 
-# ------------------------------------------------------------------------------ freed memory
 # glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_THRESHOLD), such as
 # gradients and gathered parameters. Other C libraries return them, and nothing is changed there.
 
@@ -227,9 +223,6 @@ def _call_glibc(name: str, *arguments: Any) -> None:
     program = ctypes.CDLL(None)
     if hasattr(program, "gnu_get_libc_version"):
         getattr(program, name)(*arguments)
-
-
-# ------------------------------------------------------------------------------ which engine
 
 
 def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
@@ -286,9 +279,6 @@ def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Dri
             "of one. Give the parameters of one prepared model."
         )
     return found[0]
-
-
-# ------------------------------------------------------------------------------ driving one
 
 
 class _EngineProxy:
@@ -517,7 +507,6 @@ class Drive:
                 setattr(holder, name, norm_before)
 
 
-# ------------------------------------------------------------------------------ troubles
 # DeepSpeed's and transformers' troubleshooting guides; each message names the key to change.
 
 PATIENCE = 5  # steps in a row without a number, or skipped at the lowest loss scale

@@ -282,9 +282,6 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
     dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-# ------------------------------------------------------------------------------ shared by engines
-
-
 class Lease:
     """One user's claim that engines can be made: in an environment that ends with the last claim.
 
@@ -322,8 +319,6 @@ class Lease:
             if not environment.users:
                 environment.close()
 
-
-# ------------------------------------------------------------------------------ tearing down
 
 _log = get_logger(__name__)
 # `TrainingArguments(deepspeed=...)` sets ACCELERATE_USE_DEEPSPEED and leaves it there: the next

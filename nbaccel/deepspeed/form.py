@@ -39,7 +39,6 @@ from nbaccel.memory.settings_form import (
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
-# ------------------------------------------------------------------------------ keys as choices
 
 OVERLAP = f"{ZERO}.overlap_comm"
 _LABELS = {
@@ -129,8 +128,6 @@ def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
         docs_link=_DOCS_PAGE,
     )
 
-
-# ------------------------------------------------------------------------------ ways to train
 
 FORM_PLACEMENTS = (
     StatePlacement(1),
@@ -234,8 +231,6 @@ def _placed(
     )
 
 
-# ------------------------------------------------------------------------------ the form
-
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
 _STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
@@ -312,8 +307,8 @@ class DeepSpeedForm:
             return _with_stage(config, value, (before and before.deepspeed) or {})
         if not config.uses_deepspeed:
             raise ConfigError(
-                f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
-                "effect. Choose a ZeRO stage first."
+                f"{setting.name}={value!r} is for DeepSpeed, which is off. Choose a ZeRO stage "
+                "first."
             )
         key = setting.name
         part = key.partition(".")[0]

@@ -128,8 +128,6 @@ def _installed_version() -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------ building
-
 BUILDER = "deepspeed.ops.op_builder.builder"  # its class compiles every operation
 
 
@@ -187,8 +185,6 @@ def _wrap_once(changed_class: Any, name: str, wrapper: Callable[..., Any]) -> No
 
         setattr(changed_class, name, wrapped)
 
-
-# ------------------------------------------------------------------------------ tools
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -312,8 +308,6 @@ def _would_be_seen(path: Path) -> bool:
     return not kinds.get(max(kinds, key=len, default=""), "").startswith(_SHARED_FILE_SYSTEMS)
 
 
-# ------------------------------------------------------------------------------ what is needed
-
 # It links against a function of the library: headers alone, without the library, are not enough.
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _COMPILE_S = 60
@@ -386,7 +380,6 @@ def _links_aio(command: list[str]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------ private parts
 # What stands here was seen in DeepSpeed 0.18.5 to 0.19.8 unless its function says otherwise.
 
 _HP_MAPPING = "_hp_mapping"
@@ -473,7 +466,6 @@ def keep_hf_config_reference(reference: Any) -> None:
         setattr(module, _HF_CONFIG, reference)
 
 
-# ------------------------------------------------------------------------------ in a worker
 # Nothing is imported here: classes are changed when the modules that define them are imported.
 
 _USE_CPU = "ACCELERATE_USE_CPU"

@@ -160,7 +160,6 @@ def _local_span(tensor: Any) -> tuple[int, int]:
     return first_element, max(0, min(part_size, int(tensor.ds_numel) - first_element))
 
 
-# ------------------------------------------------------------------------------ whole weights
 # One at a time: process 0 keeps the model besides its part, the others only their part.
 
 
@@ -226,7 +225,6 @@ def _misfits(
     ]
 
 
-# ------------------------------------------------------------------------------ on disk
 # DeepSpeed empties its folder when an engine is made, also of another engine's states, and leaves
 # files when the process ends: so each engine has a folder, and none is left. What was read ahead
 # stays in one of the few buffers until it is used: so nothing here takes a buffer.
@@ -378,7 +376,6 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
         )
 
 
-# ------------------------------------------------------------------------------ placeholders
 # A parameter of ZeRO-3 has the shape ``(0,)`` while no layer uses it, and is saved so by torch.
 
 
@@ -410,7 +407,6 @@ def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> N
         )
 
 
-# ------------------------------------------------------------------------------ built in shards
 # transformers goes by a weak reference to the last ``HfDeepSpeedConfig``, in `generate`, too.
 
 
@@ -458,9 +454,6 @@ def without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str,
 
 
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-# ------------------------------------------------------------------------------ as it was before
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:

@@ -173,8 +173,6 @@ class DeepSpeedPlugin(Settings):
         """Whether transformers builds models in shards."""
         return bool(self.zero3_init_flag)
 
-    # ---------------------------------------------------------------- filling in by hand
-
     @property
     def selected(self) -> bool:
         """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
@@ -190,8 +188,7 @@ class DeepSpeedPlugin(Settings):
         """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
         if not _from_accelerator_state:
             raise ConfigError(
-                f"select({_from_accelerator_state}) is not for a DeepSpeedPlugin: an Accelerator "
-                "chooses. Call accelerator.state.select_deepspeed_plugin(name)."
+                "An Accelerator selects. Call accelerator.state.select_deepspeed_plugin(name)."
             )
         self._selected = True
 
@@ -210,8 +207,8 @@ class DeepSpeedPlugin(Settings):
         if in_file == AUTO:
             if ds_key_long not in kwargs:
                 raise ConfigError(
-                    f'{ds_key_long}="auto" cannot be filled in: no value was given for it. Give it '
-                    "by its dotted name, or write a value in the configuration."
+                    f'{ds_key_long}="auto" got no value to be filled in. Give it by its dotted '
+                    "name."
                 )
             put_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
         elif must_match and in_file is not None and mismatches is not None:
@@ -268,8 +265,6 @@ class DeepSpeedPlugin(Settings):
         names = self.transformer_moe_cls_names or env.read(_VARIABLES["transformer_moe_cls_names"])
         if names:
             fetch_together(model, names)
-
-    # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
         for argument, variable in _VARIABLES.items():
@@ -358,8 +353,8 @@ class Plugins:
         wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
         if wrong_items or not plugins:
             raise ConfigError(
-                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin. "
-                "Give DeepSpeedPlugin(...), or a dictionary of names and plugins."
+                f"deepspeed_plugin got {shown(wrong_items or given)}. Give DeepSpeedPlugin(...), "
+                "or a dict."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(plugins)
         self.active: DeepSpeedPlugin  # the one that the next `prepare` uses

@@ -38,9 +38,6 @@ _EXTRA_FIELD = "extra"
 _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
-# ------------------------------------------------------------------------------ kinds of values
-
-
 def _number_or_auto(value: Any) -> Any:
     return value if isinstance(value, str) and value == AUTO else numbers_read(read_number(value))
 
@@ -129,9 +126,6 @@ def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
     options = [one for one in get_args(model_field.annotation) if isinstance(one, type)]
     return next((one for one in options if issubclass(one, Section)), None)
-
-
-# ------------------------------------------------------------------------------ sections
 
 
 class Section(text_forms.Plain):
@@ -385,16 +379,12 @@ def config_fields(
             yield from config_fields(inner, f"{place}.{name}".lstrip("."))
 
 
-# ------------------------------------------------------------------------------ documents
-
-
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
     """The settings as they stand, as plain values, wherever they come from."""
     settings = text_forms.read_source(config, DOCUMENT_NAME)
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got {shown(config)}. There is "
-            "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
+            f"{DOCUMENT_NAME} cannot be {shown(config)}. Give a dictionary, a path or a ZeroConfig."
         )
     return settings
 

@@ -59,9 +59,6 @@ _FP32_BYTES = 4
 _REDUCED_AT_ONCE = 5 * 10**8  # DeepSpeed's constant, of gradients without ZeRO
 
 
-# ------------------------------------------------------------------------------ what is counted
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSettings:
     """What a configuration says of memory; bytes are of one number."""
@@ -135,8 +132,6 @@ def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
     folders = (value_at(settings, key) for key in NVME_PATHS)
     return [Path(folder) for folder in folders if folder not in (None, "", "auto")]
 
-
-# ------------------------------------------------------------------------------ one process
 
 _Places = tuple[Bytes, Bytes, Bytes]  # of one process on device, host and disk
 
@@ -273,9 +268,6 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     return device, host, nvme + optimizer + Bytes(gradients=own_bytes)
 
 
-# ------------------------------------------------------------------------------ the estimate
-
-
 def estimate_memory(
     model_or_shape: Any,
     config: Mapping[str, Any] | str | Path | Any = None,
@@ -372,9 +364,6 @@ def _check_arguments(
         "silently override the other. Give one of them.": has_batch and activation_bytes,
     }
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
-
-
-# ------------------------------------------------------------------------------ is there room
 
 
 def host_bytes(need: MemoryEstimate, device: str) -> int:

@@ -113,9 +113,8 @@ def num_samples(batch: Any) -> int:
     counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     if not counts:
         raise ConfigError(
-            f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
-            "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
-            "first dimension counts samples."
+            f"sample_batch is a {type(batch).__name__} without tensors. Give what your loader "
+            "gives: a tensor, or a dict or tuple of tensors whose first dimension counts samples."
         )
     return int(counts[0])
 
@@ -206,10 +205,9 @@ def measure_activations(
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
             raise ConfigError(
-                f"{type(model).__name__} does not run with this sample_batch, so its activations "
-                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
-                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
-                "model's arguments."
+                f"{type(model).__name__} does not run with this sample_batch: it raised "
+                f"{type(error).__name__}: {error}. Give a batch as the training loop hands it to "
+                "the model: a tensor, or a dict or tuple of arguments."
             ) from error
 
 
@@ -252,10 +250,10 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     free_bytes = inspect_machine().host_available_bytes
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
-            f"The activations of {type(model).__name__} cannot be measured without running it: "
-            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
-            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
-            "the model fits and give activation_bytes."
+            f"The activations of {type(model).__name__} cannot be measured without values: it "
+            f"raised {type(error).__name__}: {error}, and a copy with values needs "
+            f"{format_bytes(num_bytes)}. Measure them where the model fits and give "
+            "activation_bytes."
         ) from error
 
 

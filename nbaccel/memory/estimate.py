@@ -52,8 +52,7 @@ def refuse_unsized(model: Any) -> None:
     """Refuse a class in the place of a model, and a model whose weights have no shape yet."""
     if isinstance(model, type):
         raise ConfigError(
-            f"model={model.__name__} is a class, no module: it has no weights before it is "
-            f"called. Give an object of it: {model.__name__}(...)."
+            f"model={model.__name__} is a class, no module. Give an object: {model.__name__}(...)."
         )
     unsized_names = [
         parameter_name
@@ -63,8 +62,8 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
-            "memory is unknown. Call it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}): its memory is unknown. Call it once: "
+            "model(sample_batch)."
         )
 
 

@@ -240,10 +240,9 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     )
 
 
-# torch's ``fully_shard``: each process keeps one part of parameters, gradients and optimizer
-# states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers
-# are gathered in the format of the computation, the next one ahead. What none holds stays gathered
-# from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
+# torch's ``fully_shard``: each process keeps a part of parameters, gradients and optimizer states
+# (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers are gathered in the format of the
+# computation, the next one ahead; the rest stays gathered (``reshard_after_forward``).
 
 _GATHERED_LAYERS = 2  # the one that computes and the one that is gathered ahead
 _REDUCED_BYTES = 4

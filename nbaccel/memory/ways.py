@@ -342,9 +342,8 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
-        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free. "
-        f"Training would run out of memory with {config}. Use more devices, a smaller model, or "
-        "free memory that others use."
+        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free "
+        f"with {config}. Use more devices, a smaller model, or free memory."
     )
 
 

@@ -157,9 +157,8 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
-                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
-                "to run. Write code there, %accelerate restart to start workers now, or "
-                "%%accelerate --help for the options."
+                f"The cell has no code below %%accelerate: got {cell!r}. Write code there, "
+                "%accelerate restart to start workers now, or %%accelerate --help for the options."
             )
         else:
             _run_cell(session, asked, recorder.source(line, cell))

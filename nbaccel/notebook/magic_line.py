@@ -245,9 +245,9 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         are = "is" if world_size == 1 else "are"
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. The cell "
-            f"would not run there. Name ranks up to {world_size - 1}, or start more with "
-            f"%accelerate restart -n {max(unknown_ranks) + 1}."
+            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name ranks "
+            f"up to {world_size - 1}, or start more: %accelerate restart -n "
+            f"{max(unknown_ranks) + 1}."
         )
 
 
@@ -329,8 +329,7 @@ class _LineReader:
             self._keep(option, value if sign else words.popleft())
         else:
             self.mistakes.append(
-                f"{flag_name} needs a value: got "
-                f"{repr(words[0]) if words else 'nothing'} behind it. "
+                f"{flag_name} needs a value: got {repr(words[0]) if words else 'nothing'}. "
                 f"{option.meaning} Write {flag_name} {option.value}."
             )
 
@@ -420,8 +419,8 @@ class _LineReader:
         wrong = [name for name in names if not name.isidentifier()]
         if wrong or (text is not None and not names):
             self.mistakes.append(
-                f"--out must be names of variables: got {', '.join(map(repr, wrong)) or repr(text)}"
-                ". They are bound in the notebook after the cell. Write for example --out "
+                "--out must be names of variables: got "
+                f"{', '.join(map(repr, wrong)) or repr(text)}. Write for example --out "
                 "loss,accuracy."
             )
         return names
@@ -449,9 +448,9 @@ class _LineReader:
             config_value = getattr(named_config, name)
             if line_value != config_value:
                 self.mistakes.append(
-                    f"{name} is {config_value!r} in {variable} and {line_value!r} "
-                    "on the line: one would silently override the other. Leave it out here, or "
-                    f"change it there: {variable} = {variable}.changed({name}={line_value!r})."
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line. "
+                    f"Leave it out here, or write {variable} = "
+                    f"{variable}.changed({name}={line_value!r})."
                 )
 
     def _expanded(self, word: str) -> str:

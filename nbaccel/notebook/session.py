@@ -139,9 +139,8 @@ class Session:
         magic_line.missing_names(names, self.shell.user_ns)
         if len(names) > 2:
             raise ConfigError(
-                "%accelerate config takes a model and a batch at most: got "
-                f"{', '.join(names)}. "
-                "It is unclear what the others are. Write %accelerate config model batch."
+                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                "Write %accelerate config model batch."
             )
         values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))

@@ -115,9 +115,8 @@ def precision(
     if choice.problem:
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Every layer would compute in another format than was asked for. "
-            f"Use one of {', '.join(row.name for row in rows.PRECISIONS if row.path)}; bf16 is the "
-            "nearest."
+            f"{choice.problem}. Use one of "
+            f"{', '.join(row.name for row in rows.PRECISIONS if row.path)}; bf16 is the nearest."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -144,9 +143,9 @@ def wanted_strategy(said: Said) -> Wanted | None:
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given: each shards "
-                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
-                "and only one can. Give one of them."
+                f"{first_request.what} and {second_request.what} were both given, for "
+                f"{first_request.strategy} and {second_request.strategy}: only one can. Give one "
+                "of them."
             )
         if requests_of_source:
             return requests_of_source[0]
@@ -239,9 +238,9 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        "advise finds configurations of strategies that have an advisor, and of "
-        f"{', '.join(row.name for row in rows.STRATEGIES)} none has one. Nothing can be compared. "
-        "Install nbaccel with its DeepSpeed backend."
+        "advise needs a strategy that has an advisor, and of "
+        f"{', '.join(row.name for row in rows.STRATEGIES)} none has. Install nbaccel with its "
+        "DeepSpeed backend."
     )
 
 

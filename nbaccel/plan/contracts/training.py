@@ -416,8 +416,7 @@ class ShardReader:
         """End the library's part of this process; `before` is what the row's ``observe`` saw."""
 
 
-# Where DeepSpeed's file says which optimizer and schedule there are, a loop is written with these,
-# and `prepare` puts the real ones in their place. Names and arguments are Accelerate's.
+# Where DeepSpeed's file has optimizer and schedule: `prepare` puts the real ones in their place.
 
 
 class _Unsaid(float):
