@@ -1,7 +1,6 @@
 """What works with what, as data: a row for every device, precision, strategy and engine.
 
-From these plans judge, implementations are loaded, pickers disable options, and tables are made. A
-backend is a row: here, or from another package by an entry point (:func:`rows_from_outside`).
+Rows are here, or from other packages by entry points. Plans, pickers and tables are made from them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Stage, precision and accumulation are settings of the run, too: they are taken out of the document,
 so that nothing is said twice, and put back where DeepSpeed reads them.
-
-Filters (``--include``, ``--exclude``) name hosts and slots: ``worker-1:0,2@worker-2``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Settings of a training loop, one small class per concern, named as users of Accelerate know them.
-
-They check what they are given (`ConfigError`); nothing here imports torch.
-"""
+"""Settings of a training loop, by Accelerate's names; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -299,7 +296,8 @@ class FullyShardedDataParallelPlugin(Settings):
         ]
         if self.param_init_fn is not None:
             settings.append(
-                f"{_PLUGIN_NAME}(param_init_fn=...) has no effect with fully_shard. Leave it out."
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's. Leave it out; "
+                "build the model before prepare."
             )
         if self.activation_checkpointing_offload:
             settings.append(

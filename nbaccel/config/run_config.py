@@ -1,7 +1,4 @@
-"""``RunConfig``: the user's settings of a run, without anything found out about the machine.
-
-Contradictions are refused here, what this machine does not support by ``nbaccel.plan.resolve``.
-"""
+"""``RunConfig``: the user's settings; contradictions are refused here, all else by `plan`."""
 
 from __future__ import annotations
 

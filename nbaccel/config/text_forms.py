@@ -1,7 +1,4 @@
-"""A configuration as text: JSON for workers, YAML for people, a schema for editors.
-
-DeepSpeed's configuration comes as a file, as text, or as a dictionary: all are read here alone.
-"""
+"""A configuration as text: JSON for workers, YAML for people, a schema for editors."""
 
 from __future__ import annotations
 
@@ -250,7 +247,7 @@ class Exchangeable(Plain):
         if not isinstance(read_settings, dict):
             raise ConfigError(
                 f"A {cls.__name__} cannot be read from {language} of "
-                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Write names and "
-                "values."
+                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
+                "names. Write names and values."
             )
         return cls(**{str(name): value for name, value in read_settings.items()})

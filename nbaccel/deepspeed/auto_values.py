@@ -218,7 +218,9 @@ def _micro_batch(known: _Known) -> _AutoAnswer:
     if total is not None and total % (steps * facts.world_size) == 0:
         reason = f"train_batch_size {total} / ({steps} accumulated * {facts.world_size})"
         return total // (steps * facts.world_size), reason
-    raise _UnknownValue("nothing says the batch size per process; give micro_batch_size")
+    given = value_at(known.settings, "train_batch_size")
+    reason = f"nothing says the batch size per process (train_batch_size={given!r})"
+    raise _UnknownValue(f"{reason}; give micro_batch_size")
 
 
 def _accumulation(known: _Known) -> _AutoAnswer:

@@ -90,7 +90,10 @@ def _distributed(
     if not most_bytes:
         raise ConfigError(f'max_shard_size={max_shard_size!r} leaves no room in a file. Use "5GB".')
     if not weights:
-        raise ConfigError("There is no weight to write: all may be frozen. Allow frozen ones.")
+        raise ConfigError(
+            f"There is no weight to write ({len(weights)} found): all may be frozen, and are left "
+            "out. Allow them."
+        )
     for weight in weights.values():
         if weight_files.dtype_code(weight.dtype) is None:
             raise ConfigError(

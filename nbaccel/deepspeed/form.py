@@ -39,7 +39,6 @@ from nbaccel.memory.settings_form import (
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
 
-
 OVERLAP = f"{ZERO}.overlap_comm"
 _LABELS = {
     "zero_stage": "ZeRO stage",

@@ -188,7 +188,8 @@ class DeepSpeedPlugin(Settings):
         """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
         if not _from_accelerator_state:
             raise ConfigError(
-                "An Accelerator selects. Call accelerator.state.select_deepspeed_plugin(name)."
+                f"select({_from_accelerator_state}) is an Accelerator's: it chooses among plugins. "
+                "Call accelerator.state.select_deepspeed_plugin(name)."
             )
         self._selected = True
 

@@ -1,7 +1,4 @@
-"""How large a model is; what a run needs on device, host and disk, as bars beside what there is.
-
-Tied weights count once; those on ``meta``, or cut by ZeRO-3, count with their whole size.
-"""
+"""How large a model is, tied weights once; what a run needs, as bars beside what there is."""
 
 from __future__ import annotations
 

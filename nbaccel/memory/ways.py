@@ -1,11 +1,8 @@
 """The ways to train a model here: what each needs, whether it fits, and which is the best.
 
-A way is the chosen settings with another strategy; of its variants (activations computed again,
-less gathered at once) the first that fits is taken. The best is the first that fits in the order of
-transformers' DeepSpeed guide ("Select a ZeRO stage"): no time of a step is estimated.
-
-Proposals are the best of the ways, with the batch halved until one fits; where that one is tight, a
-second one leaves more memory.
+Of a way's variants the first that fits is taken. The best is the first that fits in the order of
+transformers' DeepSpeed guide ("Select a ZeRO stage"): no time of a step is estimated. Proposals are
+the best of the ways, with the batch halved until one fits, and one that leaves more memory.
 """
 
 from __future__ import annotations

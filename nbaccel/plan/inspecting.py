@@ -1,8 +1,4 @@
-"""This machine, inspected without initialising any of its devices, or importing torch.
-
-A container shows the cores and the memory of its host; what it may use is in its control groups. A
-limit of any group above this process counts, so each file is read on the whole way up.
-"""
+"""This machine, with no device initialised; limits of all its control groups count."""
 
 from __future__ import annotations
 

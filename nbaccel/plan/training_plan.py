@@ -1,7 +1,4 @@
-"""``TrainingPlan``: what an `Accelerator` will do in this process, with the reason for each choice.
-
-First stand the rules of precisions, which plans of launches ask, too.
-"""
+"""``TrainingPlan``: what an `Accelerator` will do, and why; first the rules of precisions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``PickerModel``: what a picker shows and decides, without widgets.
-
-Its state is one frozen `RunConfig`; all else follows from it, the inventory and capability rows.
-"""
+"""``PickerModel``: what a picker shows and decides, without widgets, all from one `RunConfig`."""
 
 from __future__ import annotations
 
