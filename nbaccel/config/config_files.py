@@ -718,6 +718,5 @@ def write_config_file(config: RunConfig, path: Path) -> None:
             atomic.write_text(file, text)
     except OSError as error:
         raise ConfigError(
-            f"The configuration cannot be written to {path}: {error}. Give a file in a folder "
-            "that you may write to, with --config_file."
+            f"The configuration cannot be written: {error}. Give another file with --config_file."
         ) from error

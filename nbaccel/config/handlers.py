@@ -287,9 +287,8 @@ class FullyShardedDataParallelPlugin(Settings):
     def _unfollowed(self) -> list[str]:
         """Messages about settings that ``fully_shard`` does not support, each with a remedy."""
         settings = [
-            f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported: fully_shard has "
-            f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward, or leave the "
-            "plugin out."
+            f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported by fully_shard. Give "
+            "reshard_after_forward, or leave the plugin out, which trains with DDP."
             for setting_name in ("sharding_strategy", "reshard_after_forward")
             if not isinstance(value := getattr(self, setting_name), (bool, type(None)))
             and plain_name(value) not in _SHARDING_STRATEGIES

@@ -93,9 +93,8 @@ def _of_start(config: RunConfig) -> Iterator[Contradiction]:
     if config.num_nodes > 1 and starts_all:
         yield (
             engine_settings,
-            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
-            "with which one notebook starts the workers of all machines: num_nodes counts machines "
-            "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, with which one notebook "
+            "starts all workers. Leave num_nodes and node_rank out; num_processes "
             "counts the workers on all hosts.",
         )
     if config.hostfile is not None and config.engine not in ("auto", owner):

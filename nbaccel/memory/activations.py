@@ -207,7 +207,7 @@ def measure_activations(
             raise ConfigError(
                 f"{type(model).__name__} does not run with this sample_batch: it raised "
                 f"{type(error).__name__}: {error}. Give a batch as the training loop hands it to "
-                "the model: a tensor, or a dict or tuple of arguments."
+                "the model."
             ) from error
 
 
@@ -251,9 +251,8 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
             f"The activations of {type(model).__name__} cannot be measured without values: it "
-            f"raised {type(error).__name__}: {error}, and a copy with values needs "
-            f"{format_bytes(num_bytes)}. Measure them where the model fits and give "
-            "activation_bytes."
+            f"raised {type(error).__name__}: {error}. Measure them where {format_bytes(num_bytes)} "
+            "fit, and give activation_bytes."
         ) from error
 
 

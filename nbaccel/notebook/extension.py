@@ -281,8 +281,8 @@ def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -
     if line.names:
         return line.names
     raise ConfigError(
-        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
-        f"Write for example %accelerate {subcommand_name} {example_names}."
+        f"%accelerate {subcommand_name} got no names. Write %accelerate {subcommand_name} "
+        f"{example_names}."
     )
 
 

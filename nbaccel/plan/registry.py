@@ -115,8 +115,7 @@ def precision(
     if choice.problem:
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Use one of "
-            f"{', '.join(row.name for row in rows.PRECISIONS if row.path)}; bf16 is the nearest."
+            f"{choice.problem}. bf16 is the nearest of those that can."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -143,9 +142,8 @@ def wanted_strategy(said: Said) -> Wanted | None:
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given, for "
-                f"{first_request.strategy} and {second_request.strategy}: only one can. Give one "
-                "of them."
+                f"{first_request.what} and {second_request.what} were both given, and only one can "
+                "shard a model. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]
@@ -238,9 +236,8 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        "advise needs a strategy that has an advisor, and of "
-        f"{', '.join(row.name for row in rows.STRATEGIES)} none has. Install nbaccel with its "
-        "DeepSpeed backend."
+        f"advise needs one of {', '.join(row.name for row in rows.STRATEGIES)} with an advisor. "
+        "Install nbaccel with its DeepSpeed backend."
     )
 
 

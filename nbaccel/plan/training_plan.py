@@ -56,8 +56,8 @@ def precision_warnings(
     imitators = {g: version for g, version in gpus.items() if version < precision.imitated_below}
     if imitators:
         yield (
-            f'mixed_precision="{precision.name}" is only imitated by {_described(imitators)}: it '
-            'saves no time. "fp16" is fast there.'
+            f'mixed_precision="{precision.name}" is only imitated by {_described(imitators)}. Use '
+            '"fp16".'
         )
 
 
@@ -129,9 +129,7 @@ def fp8_warnings(
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
         if has_no_history and name in HISTORY_SETTINGS:
-            yield (
-                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}, which has no history."
-            )
+            yield f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: it has no history."
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "

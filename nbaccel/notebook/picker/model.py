@@ -238,10 +238,7 @@ class PickerModel:
         # Python code can give a value that the form shows greyed.
         for option, reason in self.offers(name):
             if option.value == value and reason:
-                raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
-                    "fail or ignore it. Choose another."
-                )
+                raise ConfigError(f"{name}={value!r} cannot be chosen: {reason}. Choose another.")
         device = self.plan.device if self.plan is not None else "cpu"
         edit = choices.edit_config(
             self.config, setting, value, device=device, earlier_configs=self._before
@@ -290,8 +287,7 @@ class PickerModel:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
             raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-                "the notebook. Give another path."
+                f"{str(path)!r} cannot be written: {error}. Give another path."
             ) from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
@@ -559,11 +555,9 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
+            f"model={type(model).__name__} is no module. Give a torch module; it may be on meta."
         )
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
+            f"sample_batch={type(sample_batch).__name__} needs a model. Give the model, too."
         )
