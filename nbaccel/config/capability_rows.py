@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+__all__ = [
+    "DeviceRow",
+    "EngineRow",
+    "Fp8Choice",
+    "Fp8Row",
+    "PrecisionRow",
+    "StartMethodRow",
+    "StrategyRow",
+]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSigns:
