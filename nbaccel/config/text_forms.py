@@ -179,12 +179,6 @@ class Plain(BaseModel):
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
 
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
         Raises:
             ConfigError: The new settings are wrong.
         """

@@ -318,8 +318,8 @@ def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
     got = f"got stage {config.zero_stage}"
     if key == "scheduler":
         yield (
-            f"scheduler.type={name!r} takes no ZeRO optimizer, no Optimizer of torch's: {got}. Use "
-            "WarmupLR."
+            f"scheduler.type={name!r} is torch's, for which ZeRO's optimizer is no Optimizer: "
+            f"{got}. Use one of DeepSpeed's, such as WarmupLR."
         )
     elif config.zero_allow_untested_optimizer is not True:
         yield (

@@ -354,8 +354,8 @@ class Plugins:
         wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
         if wrong_items or not plugins:
             raise ConfigError(
-                f"deepspeed_plugin got {shown(wrong_items or given)}. Give DeepSpeedPlugin(...), "
-                "or a dict."
+                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin. "
+                "Give one, or a dictionary of names and plugins."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(plugins)
         self.active: DeepSpeedPlugin  # the one that the next `prepare` uses

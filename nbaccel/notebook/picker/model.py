@@ -443,18 +443,19 @@ class PickerModel:
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures all precisions, so that no later choice waits for that."""
         model = self._memory_model
-        if model is None:
+        if model is None or model.sample_batch is None:
             return ()
         may_recompute = not self.refusal("activation_checkpointing")
-        changes = [
-            {"mixed_precision": precision, "activation_checkpointing": recomputes}
-            for precision in (self.precisions if model.sample_batch is not None else ())
-            for recomputes in (False, True)
-            if may_recompute or recomputes == self.config.activation_checkpointing
-        ]
-        return tuple(partial(self._measure_later, model, change) for change in changes)
+        return tuple(
+            partial(
+                self._measure_later, model, mixed_precision=precision, activation_checkpointing=it
+            )
+            for precision in self.precisions
+            for it in (False, True)
+            if may_recompute or it == self.config.activation_checkpointing
+        )
 
-    def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
+    def _measure_later(self, model: MemoryModel, **changes: Any) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
             forms = settings_form.settings_forms()
