@@ -75,8 +75,8 @@ def _meant_keyword(name: str, known_names: tuple[str, ...], function: Any) -> st
     signature = _signature_of(function)
     if signature is not None and name in signature.parameters:
         return (
-            f"It is an argument of {_function_name(function)}(). Write "
-            f"args=({', '.join(signature.parameters)},)."
+            f"It is an argument of {_function_name(function)}(): these go into a tuple, in their "
+            f"order. Write args=({', '.join(signature.parameters)},)."
         )
     if name in RunConfig.model_fields and "config" in known_names:
         return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
@@ -88,7 +88,7 @@ def check_call(function: Any, args: Any) -> None:
     call_mistakes = []
     if not callable(function):
         call_mistakes.append(
-            f"function={shown(function)} is not callable. Pass train itself, not train()."
+            f"function={shown(function)} is not callable: each worker calls it. Pass train itself."
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(

@@ -187,8 +187,8 @@ class Fp8Handler(Handler):
         if (level := said.pop("optimization_level", None)) is not None:
             if said.get("opt_level", level) != level:
                 raise ConfigError(
-                    f"opt_level={said['opt_level']!r} contradicts optimization_level={level!r}. "
-                    "Give one."
+                    f"opt_level={said['opt_level']!r} and optimization_level={level!r} are two "
+                    "names of one setting. Give one of them."
                 )
             said["opt_level"] = level
         from_variables = Fp8Config.from_environment()
