@@ -333,8 +333,8 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
         few = sorted(said.items())[:4]
         texts = "; ".join(f"rank {rank}: stage {stage} of {count}" for rank, (stage, count) in few)
         raise ConfigError(
-            f"{files.folder} mixes different saves, with stage and number of ranks as {texts}. "
-            "Delete the files of the older "
+            f"{files.folder} mixes files of different saves, with stage and number of ranks as "
+            f"{texts}. Delete those of the older "
             f"one{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
         )
     return stage, count
@@ -453,8 +453,9 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
         raise ConfigError(
-            f"{files.folder} was saved with ZeRO by {saved_by}, and lacks the *_optim_states.pt "
-            "that have the fp32 weights. Copy them here, or convert another checkpoint (tag=...)."
+            f"{files.folder} was saved with ZeRO by {saved_by}, and has no optimizer states, which "
+            "are the fp32 weights: none of its *_optim_states.pt is there. Copy them here, or "
+            "convert another checkpoint (tag=...)."
         )
     optimizer = model.states.get("optimizer")
     if isinstance(optimizer, Mapping) and {"fp32_groups", "fp32_groups_flat"} & optimizer.keys():
@@ -518,8 +519,8 @@ class CheckpointFiles(NamedTuple):
         mistakes = [
             f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
             f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank {number_ranges(missing)} are "
-            "missing: each holds a part of every weight. Copy them here from where they were "
-            "written, or take another checkpoint (tag=...)."
+            "missing: each holds a part of every weight. Copy them here (use_node_local_storage "
+            "leaves them on each node), or take another checkpoint (tag=...)."
             for kind, files in kinds.items()
             if (missing := sorted(set(ranks) - files.keys()))
         ]
@@ -533,8 +534,8 @@ def _find_files(checkpoint_dir: str | Path, tag: str | None) -> CheckpointFiles:
     files = CheckpointFiles.of(folder)
     if not files.model:
         raise ConfigError(
-            f"{folder} has no file *_model_states.pt, which names the weights: it holds "
-            f"{_content_of(folder)}. Copy that file here, or convert another checkpoint."
+            f"{folder} has no file *_model_states.pt, with names and shapes of the weights: it "
+            f"holds {_content_of(folder)}. Copy that file here, or convert another checkpoint."
         )
     return files
 
@@ -548,8 +549,9 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
     if not root.is_dir():
         beside = _content_of(root.parent) if root.parent.is_dir() else "nothing at all"
         raise ConfigError(
-            f"{root} {'is a file' if root.exists() else 'does not exist'}, and ZeRO's checkpoints "
-            f"are folders. Beside it: {beside}. Give the folder that save_checkpoint was given."
+            f"{root} {'is a file' if root.exists() else 'does not exist'}, and a checkpoint of "
+            f"ZeRO is a folder. Beside it there are: {beside}. Give the folder that "
+            "save_checkpoint was given."
         )
     if _has_states(root) and tag in (None, root.name):
         return root
@@ -566,9 +568,11 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         return root / tag
     tags = sorted(path.name for path in root.iterdir() if _has_states(path))
     wanted = "file `latest`, which tells the last tag" if tag is None else f"checkpoint {tag!r}"
+    hint = f", or one of these folders: tag={tags[-1]!r}" if tags else ""
     raise ConfigError(
-        f"{root} has no {wanted}. Its tags are: {', '.join(tags) or 'none'}; it holds "
-        f"{_content_of(root)}. Give tag=..., or the folder that save_checkpoint was given."
+        f"{root} has no {wanted}, and its folders with *_states.pt are: "
+        f"{', '.join(tags) or 'none'}. It holds {_content_of(root)}. Give the folder that "
+        f"save_checkpoint was given{hint}."
     )
 
 

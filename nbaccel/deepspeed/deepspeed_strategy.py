@@ -471,7 +471,8 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         )
     if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(
-            "prepare got the engine of another Accelerator. Make model and optimizer anew before."
+            "prepare got the engine of another Accelerator, which cannot be taken apart. Make "
+            "model and optimizer anew before: run their cell again."
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
@@ -495,7 +496,8 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         elif is_dummy and not makes_schedule and not settings.get("scheduler"):
             mistakes.append(
                 f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
-                "the configuration has no schedule. Add one there, or give lr_scheduler_callable."
+                "the file has no schedule that it could stand for. Add one there, or give "
+                "lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
         elif any(are_dummies) and not is_dummy:

@@ -581,6 +581,6 @@ class Troubles:
             )
         made = "The weights were made in bfloat16. " * (self._made_in == "bfloat16")
         return (
-            f'{made}float16 holds numbers up to 65504 only. Set "bf16": {{"enabled": true}}, '
-            "or a lower optimizer.params.lr, or a smaller gradient_clipping."
+            f'{made}float16 holds numbers up to 65504 only. Set "bf16": {{"enabled": true}} in '
+            'place of "fp16", or a lower optimizer.params.lr, or a smaller gradient_clipping.'
         )

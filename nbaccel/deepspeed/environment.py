@@ -52,9 +52,10 @@ def _check_gpu(index: int) -> None:
     machine = inspect_machine()
     if index >= len(machine.gpus):
         listed = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus)
+        no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
         raise ConfigError(
-            f'device="cuda:{index}" is not there: CUDA shows this process '
-            f'{listed or f"no GPU {machine.gpu_note}".rstrip()}. Use one that is there, or "cpu".'
+            f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
+            f"Use {'one of these' if listed else 'device=' + repr('cpu')}."
         )
 
 

@@ -371,8 +371,9 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
         number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
         total = format_bytes(part * count * number_bytes)
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={size} is too small for {name}. Set it to {part} or "
-            f"more; {count} buffers then take {total} of host memory in each process."
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} numbers "
+            f"of {name}. Set it to {part} or more; {count} buffers then take {total} of host "
+            "memory in each process."
         )
 
 
