@@ -142,8 +142,8 @@ def wanted_strategy(said: Said) -> Wanted | None:
         if len(requests_of_source) > 1:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
-                f"{first_request.what} and {second_request.what} were both given, and only one can "
-                "shard a model. Give one of them."
+                f"{first_request.what} and {second_request.what} were both given: each shards "
+                "models in its own way, and only one can. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]
