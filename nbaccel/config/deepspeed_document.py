@@ -217,7 +217,7 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
     for word in words:
         if not (word.isascii() and word.isdecimal()):
-            yield f"slot {word!r} of host {name!r} is no number. {_SLOT_HELP}."
+            yield f"slot {word!r} of host {name!r} is no number of a device. {_SLOT_HELP}."
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
             yield _slot_twice(name, int(word))
 

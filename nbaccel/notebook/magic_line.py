@@ -442,8 +442,9 @@ class _LineReader:
             config_value = getattr(named_config, name)
             if line_value != config_value:
                 self.mistakes.append(
-                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line. "
-                    f"Leave it out, or write {variable}.changed({name}={line_value!r})."
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line: "
+                    "one would silently override the other. Leave it out here, or change it there: "
+                    f"{variable} = {variable}.changed({name}={line_value!r})."
                 )
 
     def _expanded(self, word: str) -> str:

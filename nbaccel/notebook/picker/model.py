@@ -560,5 +560,5 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
         )
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} needs a model. Give the model, too."
+            f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."
         )
