@@ -392,8 +392,8 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
         return
     if config.is_on("fp16") and not _cpu_has_fp16():
         yield (
-            "fp16.enabled cannot be true on this CPU: got fp16.enabled=True. DeepSpeed says 'Type "
-            "fp16 is not supported on your device'. Use bf16."
+            "fp16.enabled cannot be true on this CPU, which has no float16: got True. DeepSpeed says "
+            "'Type fp16 is not supported on your device'. Use bf16."
         )
     place = config.offload_optimizer and config.offload_optimizer.device
     # Older ones pinned no memory without a GPU, submitted nothing, and waited for it.
