@@ -392,7 +392,7 @@ def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
         return
     if config.is_on("fp16") and not _cpu_has_fp16():
         yield (
-            "fp16.enabled cannot be true on this CPU, which has no float16: got True. DeepSpeed says "
+            "fp16.enabled cannot be true on this CPU, without float16: got True. DeepSpeed says "
             "'Type fp16 is not supported on your device'. Use bf16."
         )
     place = config.offload_optimizer and config.offload_optimizer.device

@@ -397,8 +397,8 @@ def check_fp32_copies(engine: Any) -> None:
     if not any(hasattr(parameter, name) for parameter in trained):
         version = sys.modules["deepspeed"].__version__
         raise MissingBackend(
-            f"DeepSpeed {version} has no private attribute {name} at stage {stage}: float32 weights "
-            "could not be read back. Install an older one: pip install "
+            f"DeepSpeed {version} has no private attribute {name} at stage {stage}: float32 "
+            "weights could not be read back. Install an older one: pip install "
             '"deepspeed>=0.18.5,<=0.19.8"',
             name="deepspeed",
         )
