@@ -357,7 +357,8 @@ def _check_arguments(
     is_module = callable(getattr(model, "modules", None))
     is_none = num_processes < 1 or num_nodes < 1
     problems = {
-        f"num_processes={num_processes} on num_nodes={num_nodes} means no process. Use 1.": is_none,
+        f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
+        "divided among them. Use 1 or more of each.": is_none,
         f"sample_batch needs the model itself: got {model!r}. Give the module (it may be on meta), "
         "or activation_bytes.": has_batch and not is_module,
         f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
