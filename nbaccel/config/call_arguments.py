@@ -75,8 +75,8 @@ def _meant_keyword(name: str, known_names: tuple[str, ...], function: Any) -> st
     signature = _signature_of(function)
     if signature is not None and name in signature.parameters:
         return (
-            f"It is an argument of {_function_name(function)}(): these go into a tuple, "
-            f"in their order. Write args=({', '.join(signature.parameters)},)."
+            f"It is an argument of {_function_name(function)}(): these go into a tuple, in their "
+            f"order. Write args=({', '.join(signature.parameters)},)."
         )
     if name in RunConfig.model_fields and "config" in known_names:
         return f"It is a setting of RunConfig. Write config=RunConfig({name}=…)."
@@ -88,13 +88,11 @@ def check_call(function: Any, args: Any) -> None:
     call_mistakes = []
     if not callable(function):
         call_mistakes.append(
-            f"function={shown(function)} is not callable: each worker calls it. Pass the "
-            "function itself, train, not its result, train()."
+            f"function={shown(function)} is not callable: each worker calls it. Pass train itself."
         )
     if not isinstance(args, (tuple, list)):
         call_mistakes.append(
-            f"args={shown(args)} is no tuple: it is unpacked into the call. For one argument write "
-            "args=(model,), with the comma."
+            f"args={shown(args)} is no tuple. For one argument write args=(model,)."
         )
     signature = _signature_of(function)
     if not call_mistakes and signature is not None:
@@ -126,9 +124,8 @@ def _binding_message(name: str, signature: inspect.Signature, args: Any, error: 
     )
     if first in _RANK_NAMES and len(args) == len(others):
         return (
-            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not: "
-            f"workers have it in the environment. Leave {first} out, and write {first} = int("
-            'os.environ["RANK"]) in the function.'
+            f"{text}mp.spawn passes the rank as the first argument, and this launcher does not. "
+            f'Leave {first} out, and write {first} = int(os.environ["RANK"]) there.'
         )
     return (
         f"{text}Give args as many values as it takes; what goes by its name alone by "

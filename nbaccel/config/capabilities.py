@@ -1,7 +1,6 @@
 """What works with what, as data: a row for every device, precision, strategy and engine.
 
-From these plans judge, implementations are loaded, pickers disable options, and tables are made. A
-backend is a row: here, or from another package by an entry point (:func:`rows_from_outside`).
+Rows are here, or from other packages by entry points. Plans, pickers and tables are made from them.
 """
 
 from __future__ import annotations
@@ -432,13 +431,11 @@ def _described(entry_point: EntryPoint) -> str:
 
 
 _problems: list[str] = []
-DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)
-"""The first is always there."""
+DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)  # CPU first
 PRECISIONS = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS, _problems)
 FP8_BACKENDS = rows_from_outside("nbaccel.fp8_backends", Fp8Row, _FP8_BACKENDS, _problems)
 STRATEGIES = rows_from_outside("nbaccel.strategies", StrategyRow, _STRATEGIES, _problems)
-ENGINES = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES, _problems)
-"""The first is always there."""
+ENGINES = rows_from_outside("nbaccel.engines", EngineRow, _ENGINES, _problems)  # local first
 ENTRY_POINT_PROBLEMS: tuple[str, ...] = tuple(_problems)
 """Entry points of other packages that cannot be used, and why. Plans report them."""
 

@@ -126,12 +126,10 @@ class StrategyRow:
     # ``module:Class`` of its settings, which ask for it as a handler unless it is a default; light
     settings: str = ""
     arguments: tuple[str, ...] = ()  # Arguments of `Accelerator` that take them, and so ask for it
-    # ``module:function`` that makes them of what such an argument was given, or of a run's
-    # configuration, one of which is None; empty where they are what was given
+    # ``module:function`` that makes them of such an argument or of a run; empty: they are given
     make_settings: str = ""
     run_flag: str = ""  # Attribute of a `RunConfig` that asks for it beside its name
-    # Environment variables from which other libraries in a worker learn of it, where it was
-    # requested by its name. The first of them asks for it, where a user sets it.
+    # Variables that tell other libraries in a worker; the first asks for it, if a user sets it.
     variables: tuple[tuple[str, str], ...] = ()
     check: str = ""  # ``module:function`` that refuses what its library lacks on a machine
     judge: str = ""  # ``module:function`` that refuses mistakes in a run's configuration of it
@@ -142,7 +140,7 @@ class StrategyRow:
     explain_signal: str = ""
     # ``module:function`` that looks at a process beforehand, for the reader's ``tear_down``; light
     observe: str = ""
-    form: str = ""  # ``module:Class`` of its `memory.settings_form.SettingsForm` for pickers
+    form: str = ""  # ``module:Class`` of its form for pickers, as `deepspeed.form.DeepSpeedForm`
     advisor: str = ""  # ``module:function`` that finds its fastest configuration that fits
     command: str = ""  # ``module:function`` that adds its subcommand to the command line
 
@@ -165,8 +163,7 @@ class EngineRow:
     name: str  # As in ``RunConfig.engine``
     meaning: str  # What it does, for people
     needs: str  # What must be there
-    # ``module:Class`` of its `nbaccel.abc.Engine`, with which this notebook's workers run on other
-    # hosts; empty where every machine has a notebook or command of its own. It is light.
+    # ``module:Class`` of its `nbaccel.abc.Engine`, light; empty where machines have notebooks.
     path: str = ""
     words: tuple[str, ...] = ()  # Other words that people write for the name
     setting: str = ""  # That of ``RunConfig`` that names its hosts; empty where there is none

@@ -303,8 +303,7 @@ def _read_num_processes(reading: _Reading, key: str, value: Any) -> None:
     elif not is_counted or value % num_nodes:
         reading.mistakes.append(
             f"{key}={shown(value)} cannot be divided by num_machines={shown(num_nodes)}: "
-            "Accelerate counts the processes of all machines, and each must have as many. Give a "
-            "multiple."
+            "Accelerate counts the processes of all machines. Give a multiple."
         )
     else:
         reading.settings["num_processes"] = value // num_nodes
@@ -719,6 +718,5 @@ def write_config_file(config: RunConfig, path: Path) -> None:
             atomic.write_text(file, text)
     except OSError as error:
         raise ConfigError(
-            f"The configuration cannot be written to {path}: {error}. Give a file in a folder "
-            "that you may write to, with --config_file."
+            f"The configuration cannot be written: {error}. Give another file with --config_file."
         ) from error

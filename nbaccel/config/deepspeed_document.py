@@ -2,8 +2,6 @@
 
 Stage, precision and accumulation are settings of the run, too: they are taken out of the document,
 so that nothing is said twice, and put back where DeepSpeed reads them.
-
-Filters (``--include``, ``--exclude``) name hosts and slots: ``worker-1:0,2@worker-2``.
 """
 
 from __future__ import annotations
@@ -53,10 +51,7 @@ def read_document(value: Any) -> Any:
         return read_settings
     document = Document(tidied_settings(read_settings))
     if endless_keys := [*_infinite_keys(document)]:
-        text = (
-            f"{endless_keys[0]} is infinite, and workers get the configuration as JSON, which has "
-            "no word for it. They would get another value. Give a large number: 1000000000."
-        )
+        text = f"{endless_keys[0]} is infinite, for which JSON has no word. Give 1000000000."
         raise ConfigError(FieldMistake(text, endless_keys[0]))
     return document
 
@@ -97,10 +92,7 @@ def tidied_settings(config_settings: dict[str, Any]) -> dict[str, Any]:
     for name, section in halves.items():
         mistakes += _read_enabled(section, f"{name}.enabled")
     if all(isinstance(one, dict) and one.get("enabled") is True for one in halves.values()):
-        text = (
-            "fp16.enabled and bf16.enabled are both true. Training has one number format, and "
-            "DeepSpeed refuses two. Turn one of them off."
-        )
+        text = "fp16.enabled and bf16.enabled are both true, and only one can be. Turn one off."
         mistakes.append(FieldMistake(text, "fp16.enabled"))
     refuse_mistakes(mistakes)
     return config_settings
@@ -157,8 +149,7 @@ def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]
     decided_settings = taken_out(document)[1]
     mistakes = [
         f"{setting_name}={given_settings[setting_name]!r} contradicts the DeepSpeed configuration, "
-        f"which says {decided_value!r}. "
-        'One of them would be ignored. Leave one out, or write "auto" there.'
+        f'which says {decided_value!r}. Leave one out, or write "auto" there.'
         for setting_name, decided_value in decided_settings.items()
         if setting_name in given_settings and given_settings[setting_name] != decided_value
     ]
@@ -168,8 +159,7 @@ def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]
     if is_off and "mixed_precision" not in decided_settings:
         mistakes.append(
             f"mixed_precision={precision!r} contradicts the DeepSpeed configuration, where "
-            f"{precision}.enabled is False. One of them would be ignored. Leave one out, or "
-            'write "auto" there.'
+            f'{precision}.enabled is False. Leave one out, or write "auto" there.'
         )
     return mistakes
 
@@ -209,18 +199,14 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
         if not host_name:
             mistakes.append(
-                f"{filter_text!r} names a host without a name. Nobody could be left out or taken. "
-                "Write worker-1@worker-2, without an @ at its ends."
+                f"{filter_text!r} names a host without a name. Write worker-1@worker-2."
             )
             continue
         words = [word.strip() for word in slots_text.split(",")] if colon else []
         mistakes += _slot_mistakes(host_name, words)
         numbers = tuple(int(word) for word in words if word.isdecimal())
         if host_name in slots and not (numbers and slots[host_name]):
-            mistakes.append(
-                f"host {host_name!r} is named twice in {filter_text!r}, as a whole and again. One "
-                "would silently override the other. Leave one of them out."
-            )
+            mistakes.append(f"host {host_name!r} is named twice in {filter_text!r}. Leave one out.")
         twice = set(numbers) & set(slots.get(host_name, ()))
         mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
         slots[host_name] = (*slots.get(host_name, ()), *numbers)
@@ -231,19 +217,13 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
     for word in words:
         if not (word.isascii() and word.isdecimal()):
-            yield (
-                f"slot {word!r} of host {name!r} is no number. It would be unclear which "
-                f"device is meant. {_SLOT_HELP}."
-            )
+            yield f"slot {word!r} of host {name!r} is no number of a device. {_SLOT_HELP}."
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
             yield _slot_twice(name, int(word))
 
 
 def _slot_twice(name: str, number: int) -> str:
-    return (
-        f"slot {number} of host {name!r} is named twice. It takes one worker, so one of them "
-        "is a mistake. Name it once."
-    )
+    return f"slot {number} of host {name!r} is named twice. Name it once."
 
 
 def read_host_filter(value: Any) -> Any:
@@ -276,8 +256,7 @@ def kept_slots(
             continue
         mistakes += [
             f"{setting_name} names slot {number} of host {host_name!r}, which has "
-            f"slots={num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. No worker could have "
-            "it. Name another slot, or write more slots into the hostfile."
+            f"slots={num_slots[full_name]}: 0 to {num_slots[full_name] - 1}. Name another slot."
             for number in numbers
             if number >= num_slots[full_name]
         ]
@@ -291,8 +270,7 @@ def kept_slots(
             left[name] = kept
     if not left:
         raise ConfigError(
-            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)}. Workers "
-            "would have nowhere to run. Leave fewer hosts or slots out."
+            f"{setting_name}={text!r} leaves no slot of {', '.join(num_slots)}. Leave fewer out."
         )
     return left
 

@@ -1,7 +1,4 @@
-"""What a setting must be, and the message about a value that is not.
-
-pydantic checks the value by its type; the :class:`FieldRule` beside it says the rest.
-"""
+"""What a setting must be, beside its type that pydantic checks, and messages about other values."""
 
 from __future__ import annotations
 

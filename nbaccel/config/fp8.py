@@ -112,13 +112,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def read(cls, value: Any) -> Any:
-        """Convert a given value to settings.
-
-        Args:
-            value: Settings, a mapping of them, or the name of a backend.
-
-        Returns:
-            The settings, or the value for a validator to refuse.
+        """Settings of a mapping or of a backend's name; another value is left to the validator.
 
         Raises:
             ConfigError: A setting in the mapping is wrong.
@@ -128,11 +122,7 @@ class Fp8Config(Plain):
         return cls(**value) if isinstance(value, Mapping) else value
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which Accelerate gets the same settings.
-
-        Returns:
-            Names and values.
-        """
+        """The environment variables by which Accelerate gets the same settings."""
         values: dict[str, object] = {
             _variable_name(name): value
             for name, value in dict(self).items()
@@ -149,10 +139,7 @@ class Fp8Config(Plain):
 
     @classmethod
     def from_environment(cls) -> Fp8Config | None:
-        """The settings that :meth:`variables` passed to this process.
-
-        Returns:
-            The settings; None where no variable says anything.
+        """The settings that :meth:`variables` passed to this process; None where it passed none.
 
         Raises:
             ConfigError: A variable has a wrong value.

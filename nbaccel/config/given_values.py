@@ -1,7 +1,4 @@
-"""Given values: read, found under dotted keys, and as messages show them.
-
-A reader returns what it cannot read unchanged, so that the validator refuses it.
-"""
+"""Given values: read (what cannot be is left to the validator), found by dotted keys, shown."""
 
 from __future__ import annotations
 

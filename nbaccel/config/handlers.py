@@ -1,7 +1,4 @@
-"""Settings of a training loop, one small class per concern, named as users of Accelerate know them.
-
-They check what they are given (`ConfigError`); nothing here imports torch.
-"""
+"""Settings of a training loop, by Accelerate's names; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -281,8 +278,7 @@ class FullyShardedDataParallelPlugin(Settings):
     def _contradictions(self) -> list[str]:
         return [
             f"{_PLUGIN_NAME}(state_dict_type={self.state_dict_type!r}) contradicts "
-            f"{name}={getattr(self, name)!r}: checkpoints would be written as only "
-            "one of them says. Leave one of them out."
+            f"{name}={getattr(self, name)!r}, which decides, too. Leave one of them out."
             for name in ("state_dict_config", "optim_state_dict_config")
             if self.state_dict_type is not None
             and _kind_of(getattr(self, name)) not in (None, self.state_dict_type)
@@ -291,18 +287,16 @@ class FullyShardedDataParallelPlugin(Settings):
     def _unfollowed(self) -> list[str]:
         """Messages about settings that ``fully_shard`` does not support, each with a remedy."""
         settings = [
-            f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported: fully_shard has "
-            f"{' and '.join(_SHARDING_STRATEGIES)}. Give reshard_after_forward=True or False; for "
-            "NO_SHARD leave the plugin out, which trains with DDP."
+            f"{_PLUGIN_NAME}({setting_name}={value!r}) is not supported by fully_shard. Give "
+            "reshard_after_forward, or leave the plugin out, which trains with DDP."
             for setting_name in ("sharding_strategy", "reshard_after_forward")
             if not isinstance(value := getattr(self, setting_name), (bool, type(None)))
             and plain_name(value) not in _SHARDING_STRATEGIES
         ]
         if self.param_init_fn is not None:
             settings.append(
-                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's and would have "
-                "no effect with fully_shard. Leave it out; build the model with its values before "
-                "prepare."
+                f"{_PLUGIN_NAME}(param_init_fn={self.param_init_fn!r}) is FSDP1's. Leave it out; "
+                "build the model before prepare."
             )
         if self.activation_checkpointing_offload:
             settings.append(
@@ -558,8 +552,7 @@ class ProfileKwargs(Handler):
         if unknown_activities:
             raise ConfigError(
                 f"ProfileKwargs(activities={list(self.activities or ())}) has unknown ones: "
-                f"{unknown_activities}. Nothing would be recorded for them. Give some of "
-                f"{', '.join(kinds)}."
+                f"{unknown_activities}. Give some of {', '.join(kinds)}."
             )
         arguments = {name: value for name, value in self.to_dict().items() if value is not None}
         arguments.pop("output_trace_dir", None)

@@ -1,7 +1,4 @@
-"""``RunConfig``: the user's settings of a run, without anything found out about the machine.
-
-Contradictions are refused here, what this machine does not support by ``nbaccel.plan.resolve``.
-"""
+"""``RunConfig``: the user's settings; contradictions are refused here, all else by `plan`."""
 
 from __future__ import annotations
 
@@ -96,9 +93,8 @@ def _of_start(config: RunConfig) -> Iterator[Contradiction]:
     if config.num_nodes > 1 and starts_all:
         yield (
             engine_settings,
-            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, "
-            "with which one notebook starts the workers of all machines: num_nodes counts machines "
-            "with a notebook of their own each. Leave num_nodes and node_rank out; num_processes "
+            f"num_nodes={config.num_nodes} contradicts engine={engine!r}, with which one notebook "
+            "starts all workers. Leave num_nodes and node_rank out; num_processes "
             "counts the workers on all hosts.",
         )
     if config.hostfile is not None and config.engine not in ("auto", owner):
@@ -409,12 +405,6 @@ class RunConfig(Exchangeable):
 
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
         has them, unless they are given beside it.
-
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
 
         Raises:
             ConfigError: The new settings are wrong or contradict the others.

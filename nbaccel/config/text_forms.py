@@ -1,7 +1,4 @@
-"""A configuration as text: JSON for workers, YAML for people, a schema for editors.
-
-DeepSpeed's configuration comes as a file, as text, or as a dictionary: all are read here alone.
-"""
+"""A configuration as text: JSON for workers, YAML for people, a schema for editors."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
     try:
         source_text = Path(file_path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        text = (
-            f"{source} cannot be read: {error}. "
-            "Training would run without it. Give the path of a JSON file."
-        )
+        text = f"{source} cannot be read: {error}. Give the path of a JSON file."
         raise ConfigError(text) from error
     return read_object(source_text, source)
 
@@ -63,7 +57,6 @@ def read_object(source_text: str, source_name: str) -> dict[str, Any]:
         type_name = "null" if read_values is None else type(read_values).__name__
         raise ConfigError(
             f"{source_name} cannot be read from JSON of {type_name}: got {shown(source_text)}. "
-            "Settings need names. "
             'Write names and values: {"train_batch_size": 8}, for example.'
         )
     return read_values
@@ -151,8 +144,7 @@ def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, A
         repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
         if repeated_names:
             raise ConfigError(
-                f"{source_name} names {', '.join(repeated_names)} more than once. "
-                "One of the values would be lost. Remove one of them."
+                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
             )
         return dict(key_pairs)
 
@@ -187,12 +179,6 @@ class Plain(BaseModel):
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
 
-        Args:
-            **settings: The settings to change.
-
-        Returns:
-            The copy.
-
         Raises:
             ConfigError: The new settings are wrong.
         """
@@ -210,22 +196,12 @@ class Exchangeable(Plain):
     """A model that is written as text and read back."""
 
     def to_json(self) -> str:
-        """All settings as one JSON object, defaults included: a worker needs no other source.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
+        """All settings, defaults included, as a JSON object that :meth:`from_json` reads."""
         return self.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote, or any JSON object of settings.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The configuration.
 
         Raises:
             ConfigError: The text is no JSON object, or its settings are wrong.
@@ -237,24 +213,14 @@ class Exchangeable(Plain):
         return cls._from_mapping(settings, "JSON")
 
     def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML, for a file that people read.
-
-        Returns:
-            Text that :meth:`from_yaml` reads.
-        """
+        """The settings that differ from the defaults as YAML, which :meth:`from_yaml` reads."""
         yaml = require("yaml", extra="", why="Writing a configuration file")
         settings = json.loads(self.model_dump_json(exclude_defaults=True))
         return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
-
-        Args:
-            text: A YAML mapping; an empty text gives the defaults.
-
-        Returns:
-            The configuration.
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping; an empty text: the defaults.
 
         Raises:
             ConfigError: The text is no YAML mapping, or its settings are wrong.
@@ -267,11 +233,7 @@ class Exchangeable(Plain):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
-
-        Returns:
-            A JSON schema as a dictionary.
-        """
+        """The JSON schema, for editors: type, range, meaning and unit of each setting."""
         return cls.model_json_schema()
 
     @classmethod
@@ -280,6 +242,6 @@ class Exchangeable(Plain):
             raise ConfigError(
                 f"A {cls.__name__} cannot be read from {language} of "
                 f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
-                "names. Write names and values: num_processes and 2, for example."
+                "names. Write names and values."
             )
         return cls(**{str(name): value for name, value in read_settings.items()})

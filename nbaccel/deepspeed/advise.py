@@ -36,6 +36,7 @@ from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.form import DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
+from nbaccel.deepspeed.zero_memory import NVME_PATHS, nvme_folders
 from nbaccel.memory.activations import call, loss_of, mapped, resized
 from nbaccel.memory.estimate import (
     MemoryEstimate,
@@ -47,7 +48,7 @@ from nbaccel.memory.estimate import (
 from nbaccel.memory.memory_model import MemoryLimits, MemoryModel
 from nbaccel.memory.settings_form import SettingsForm, TrainingWay
 from nbaccel.memory.ways import FASTEST_FIRST, Candidate, CandidateFinder, best_precision, halvings
-from nbaccel.plan import Inventory, Plan, inspect_machine, registry, resolve
+from nbaccel.plan import Plan, inspect_machine, registry, resolve
 from nbaccel.strategies.model_blocks import checkpoints_gradients, enable_gradient_checkpointing
 
 _CHECKPOINTING = "gradient checkpointing"
@@ -57,21 +58,16 @@ _CHECKPOINTING = "gradient checkpointing"
 class Rung:
     """One way to train with one batch of a process, and its verdict."""
 
-    name: str
-    """``ZeRO-2, optimizer on the CPU``."""
+    name: str  # ``ZeRO-2, optimizer on the CPU``
     batch_size: int
     accumulation_steps: int
-    gradient_checkpointing: bool
-    """Whether activations are computed again."""
-    estimate: MemoryEstimate | None
-    """What it needs, beside what there is; None where the way is not available."""
+    gradient_checkpointing: bool  # whether activations are computed again
+    estimate: MemoryEstimate | None  # what it needs; None where the way is not available
     verdict: str
     """``fits``, ``does not fit``, by estimate; ``works``, ``out of memory``, by a real step; ``not
     tried``; ``not available``."""
-    reason: str
-    """Why, in one sentence."""
-    config: dict[str, Any] | None
-    """DeepSpeed's configuration; None where the way is not available."""
+    reason: str  # why, in one sentence
+    config: dict[str, Any] | None  # DeepSpeed's; None where the way is not available
 
     @property
     def is_accepted(self) -> bool:
@@ -81,13 +77,10 @@ class Rung:
     def cells(self) -> list[str]:
         """Its line of the table."""
         accumulated = f" x {self.accumulation_steps}" if self.accumulation_steps > 1 else ""
-        sizes: list[int | None] = [None] * 3
-        if self.estimate is not None:
-            # Without a GPU there is no memory of devices: what they need comes out of the host's.
-            on_host = self.estimate.device_free is None
-            host = self.estimate.host_needed if on_host else self.estimate.host.peak
-            sizes = [self.estimate.device.peak, host, self.estimate.nvme.total]
-        texts = ["" if one is None else "-" if not one else format_bytes(one) for one in sizes]
+        texts = ["", "", ""]
+        if (need := self.estimate) is not None:
+            sizes = (need.device.peak, need.host_needed, need.nvme.total)
+            texts = [format_bytes(size) if size else "-" for size in sizes]
         return [self.name, f"{self.batch_size}{accumulated}", *texts, self.verdict]
 
 
@@ -204,58 +197,39 @@ _PRECISIONS = {"fp32": "no", "float32": "no", "bfloat16": "bf16", "float16": "fp
 """Other words for a precision → that of a `RunConfig`."""
 
 
-def advise(
-    model: Any,
-    sample_batch: Any = None,
-    *,
-    config: Mapping[str, Any] | str | Path | Any = None,
-    num_processes: int | None = None,
-    num_nodes: int = 1,
-    device_memory: int | str | None = None,
-    host_memory: int | str | None = None,
-    nvme_memory: int | str | None = None,
-    nvme_path: str | Path | None = None,
-    optimizer: str = "AdamW",
-    precision: str = "auto",
-    try_it: bool = False,
-    max_trials: int = 20,
-    timeout: float = 600.0,
-    inventory: Inventory | None = None,
-    launch: Callable[..., Any],
-) -> Advice:
-    """Find the fastest DeepSpeed configuration that fits: ``nbaccel.advise`` with the launcher.
+def advise(asked: Any, launch: Callable[..., Any]) -> Advice:
+    """Find the fastest DeepSpeed configuration that fits.
 
-    All arguments but ``launch`` (``notebook_launcher``, with which `try_it` proves a way), what is
-    returned and what is raised are documented there.
+    ``asked`` has the arguments of ``nbaccel.advise``, where they and what is raised are documented;
+    ``launch`` is ``notebook_launcher``, with which `try_it` proves a way.
     """
     __tracebackhide__ = True
-    _check_arguments(model, sample_batch, try_it, num_nodes, max_trials)
-    machine = inventory or inspect_machine()
-    plan = resolve(RunConfig(num_processes=num_processes), machine)
-    settings: dict[str, Any] = {} if config is None else load_settings(config)
-    sizes = {"device": device_memory, "host": host_memory, "nvme": nvme_memory}
-    limits = {name: None if size is None else parse_bytes(size) for name, size in sizes.items()}
+    _check_arguments(asked)
+    machine = asked.inventory or inspect_machine()
+    plan = resolve(RunConfig(num_processes=asked.num_processes), machine)
+    settings: dict[str, Any] = {} if asked.config is None else load_settings(asked.config)
+    sizes = (asked.device_memory, asked.host_memory, asked.nvme_memory)
     memory_model = MemoryModel(
-        model=model,
-        sample_batch=sample_batch,
+        model=asked.model,
+        sample_batch=asked.sample_batch,
         inventory=machine,
-        limits=MemoryLimits(**limits),
-        num_nodes=num_nodes,
+        limits=MemoryLimits(*(None if size is None else parse_bytes(size) for size in sizes)),
+        num_nodes=asked.num_nodes,
     )
-    world_size = plan.num_processes * num_nodes
+    world_size = plan.num_processes * asked.num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
     # Before the ways, so that mistakes of the user's file are reported as such.
     own = {**settings, _BATCH_KEY: batch[0]}
     check_config(own, world_size=world_size, inventory=machine, allow_auto=True, check_tools=False)
-    run = _first_run(precision, settings, optimizer, nvme_path, plan, memory_model)
+    run = _first_run(asked, settings, plan, memory_model)
     finder = _Finder(memory_model=memory_model, settings=settings)
     finder.completed(_with_batch(run, *batch), plan)  # raises for an "auto" that nothing decides
     trials = itertools.count(1)
 
     def prove(rung: Rung) -> Rung:
-        if try_it and next(trials) <= max_trials:
-            return _proven(rung, memory_model, plan, timeout, launch)
-        return replace(rung, verdict="not tried") if try_it else rung
+        if asked.try_it and next(trials) <= asked.max_trials:
+            return _proven(rung, memory_model, plan, asked.timeout, launch)
+        return replace(rung, verdict="not tried") if asked.try_it else rung
 
     rungs, chosen = _walked(finder, run, batch, prove)
     return Advice(
@@ -267,7 +241,6 @@ def advise(
     )
 
 
-# ----------------------------------------------------------------------- the ways
 @dataclass
 class _Finder(CandidateFinder):
     """Finds ways with DeepSpeed, from stage 0 on, with whole configurations."""
@@ -299,21 +272,15 @@ class _Finder(CandidateFinder):
     def document_of(self, form: SettingsForm, config: RunConfig, plan: Plan) -> Mapping[str, Any]:
         """DeepSpeed's configuration with nothing left to ``"auto"``, which runs here."""
         document = self.completed(config, plan)
-        how: dict[str, Any] = {
-            "world_size": self._world_size(plan),
-            "inventory": self.memory_model.inventory,
-        }
+        world_size, machine = self._world_size(plan), self.memory_model.inventory
         try:
-            check_config(document, **how)
+            check_config(document, world_size=world_size, inventory=machine)
         except ConfigError:
-            # On a GPU DeepSpeed compiles its Adam, and few notebooks have the compiler for it.
-            # Torch's Adam computes the same; an offloaded step needs DeepSpeed's.
-            optimizer = document.get("optimizer") or {}
-            is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
-            if is_adam and "offload_optimizer" not in document[ZERO]:
-                params = {"torch_adam": True, **(optimizer.get("params") or {})}
-                document["optimizer"] = {**optimizer, "params": params}
-            check_config(document, **how)
+            # Few notebooks have the compiler for DeepSpeed's own Adam on a GPU; torch's is equal.
+            name = str(value_at(document, "optimizer.type")).lower()
+            if name in ("adam", "adamw") and "offload_optimizer" not in document[ZERO]:
+                document["optimizer"].setdefault("params", {}).setdefault("torch_adam", True)
+            check_config(document, world_size=world_size, inventory=machine)
         return document
 
     def refusal_of(self, error: NbaccelError) -> str:
@@ -355,7 +322,6 @@ def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> Run
     )
 
 
-# ----------------------------------------------------------------------- the walk
 def _walked(
     finder: _Finder, run: RunConfig, batch: tuple[int, int], prove: Callable[[Rung], Rung]
 ) -> tuple[tuple[Rung, ...], Rung | None]:
@@ -379,9 +345,8 @@ def _walked(
 
 
 def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
-    verdict = "not available"
-    reason = candidate.refusal
-    if candidate.need is not None and not candidate.refusal:
+    verdict, reason = "not available", candidate.refusal
+    if candidate.need is not None and not reason:
         verdict = "fits" if candidate.fits else "does not fit"
         reason = candidate.need.lacking_text or f"it needs {candidate.need.shares_text}"
     return Rung(
@@ -396,7 +361,6 @@ def _rung(candidate: Candidate, size: int, steps: int) -> Rung:
     )
 
 
-# ----------------------------------------------------------------------- what is told
 def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
     if finder.memory_model.sample_batch is None:
         yield "Activations are not in it: they depend on the batch. Give sample_batch."
@@ -410,32 +374,25 @@ def _warnings(finder: _Finder, chosen: Rung | None) -> Iterator[str]:
         yield from check_config(chosen.config, inventory=finder.memory_model.inventory).warnings
 
 
-# ----------------------------------------------------------------------- what it begins with
 def _first_run(
-    asked: str,
-    settings: Mapping[str, Any],
-    optimizer: str,
-    nvme_path: str | Path | None,
-    plan: Plan,
-    memory_model: MemoryModel,
+    asked: Any, settings: Mapping[str, Any], plan: Plan, memory_model: MemoryModel
 ) -> RunConfig:
     """What every way begins with, but for batch sizes; in the format asked for, or the best."""
     base = {key: one for key, one in copy.deepcopy(settings).items() if key not in BATCH_SIZES}
-    base.setdefault("optimizer", {"type": optimizer})
-    for section in ("offload_optimizer", "offload_param") if nvme_path is not None else ():
-        put_at(base, f"{ZERO}.{section}.nvme_path", str(nvme_path))
-    precision = _PRECISIONS.get(asked, asked)
+    base.setdefault("optimizer", {"type": asked.optimizer})
+    for key in NVME_PATHS if asked.nvme_path is not None else ():
+        put_at(base, key, str(asked.nvme_path))
+    precision = _PRECISIONS.get(asked.precision, asked.precision)
     if precision not in ("auto", "no", "bf16", "fp16"):
         raise ConfigError(
-            f"precision={asked!r} is no precision that DeepSpeed trains in. Give one of auto, "
-            "fp32, bf16, fp16."
+            f"precision={asked.precision!r} is no precision that DeepSpeed trains in. Give one of "
+            "auto, fp32, bf16, fp16."
         )
     said: dict[str, Any] = {} if precision == "auto" else {"mixed_precision": precision}
     run = RunConfig(num_processes=plan.num_processes, deepspeed=base, **said)
     if "mixed_precision" in run.model_fields_set:
         return run
-    # 16-bit weights would have to be converted to be trained in float32, and CPUs do not train in
-    # fp16.
+    # 16-bit weights would have to be converted for float32, and CPUs do not train in fp16.
     parameters = memory_model.model.parameters()
     in_half = any(one.is_floating_point() and one.element_size() == 2 for one in parameters)
     found, _ = best_precision(plan, memory_model.inventory)
@@ -457,9 +414,8 @@ def _batch_of(settings: Mapping[str, Any], samples: int | None, world_size: int)
     return count, steps or max(1, (total or 0) // (count * world_size))
 
 
-def _check_arguments(
-    model: Any, sample_batch: Any, try_it: bool, num_nodes: int, max_trials: int
-) -> None:
+def _check_arguments(asked: Any) -> None:
+    model = asked.model
     refuse_unsized(model)
     if not callable(getattr(model, "modules", None)):
         raise ConfigError(
@@ -467,25 +423,23 @@ def _check_arguments(
             "may be on meta."
         )
     is_meta = any(parameter.is_meta for parameter in model.parameters())
+    try_it = asked.try_it
     problems = {
-        f"num_nodes={num_nodes} means no machine. Use 1 or more.": num_nodes < 1,
+        f"num_nodes={asked.num_nodes} means no machine. Use 1 or more.": asked.num_nodes < 1,
         f"try_it={try_it} needs a batch for its real step: got sample_batch=None. Give what your "
-        "loader gives one process.": try_it and sample_batch is None,
+        "loader gives one process.": try_it and asked.sample_batch is None,
         f"try_it=True cannot run {type(model).__name__}, which is on meta: it has no values. Leave "
         "try_it out, or make the model with values.": try_it and is_meta,
         "try_it=True can start processes on this machine only: got "
-        f"num_nodes={num_nodes}. Leave one of them out.": try_it and num_nodes > 1,
-        f"max_trials={max_trials} tries nothing. Use 1 or more.": try_it and max_trials < 1,
+        f"num_nodes={asked.num_nodes}. Leave one out.": try_it and asked.num_nodes > 1,
+        f"max_trials={asked.max_trials} tries nothing. Use 1.": try_it and asked.max_trials < 1,
     }
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
 
 
-# ----------------------------------------------------------------------- proof by launching
-# Two real steps by DeepSpeed's engine, in workers: one may run out of memory, or be killed, and
-# nothing else is harmed.
+# Two real steps in workers: one may run out of memory, or be killed, and nothing else is harmed.
 
-_PROCESS_BYTES = 192 * 2**20
-"""Memory of a worker beside tensors: stacks of threads, compiled operations (100 to 130 MiB)."""
+_PROCESS_BYTES = 192 * 2**20  # of a worker beside tensors (100 to 130 MiB were seen)
 _OUT_OF_MEMORY_WORDS = re.compile(
     r"out of memory|MemoryError|(can't|cannot|unable to|could not) allocate|not enough memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|std::bad_alloc|can't start new thread",
@@ -514,10 +468,9 @@ def _proven(
     config = copy.deepcopy(dict(rung.config or {}))
     # The second of two passes shows what accumulation keeps; further ones show nothing.
     config["gradient_accumulation_steps"] = min(rung.accumulation_steps, 2)
-    keys = [f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param")]
-    swapped = {key: folder for key in keys if (folder := value_at(config, key))}
+    swapped = [key for key in NVME_PATHS if value_at(config, key)]
     # On the user's disk, since the trial is of that disk, but not among other runs' files.
-    disk = nearest_folder(Path(next(iter(swapped.values()), tempfile.gettempdir())))
+    disk = nearest_folder(next(iter(nvme_folders(config)), Path(tempfile.gettempdir())))
     device_bytes, host_bytes = memory.limits.device, memory.limits.host
     if device_row(plan.device).in_host_memory:
         host_bytes = memory.inventory.host_available_bytes if host_bytes is None else host_bytes

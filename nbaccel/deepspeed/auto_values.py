@@ -7,14 +7,14 @@ contradicts the run is reported, with both values.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nbaccel.base.errors import MissingBackend
+from nbaccel.base.optional_packages import is_installed
 from nbaccel.config import RunConfig
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import FieldMistake, refuse_mistakes
@@ -88,8 +88,7 @@ def gathered(
         if "mixed_precision" in run.model_fields_set:
             known["mixed_precision"] = run.mixed_precision
     for maker in makers:
-        # A torch optimizer has `defaults`; Accelerate's stand-ins keep arguments as attributes, and
-        # the rest in `kwargs`.
+        # A torch optimizer has `defaults`; Accelerate's stand-ins have attributes, and `kwargs`.
         held = getattr(maker, "defaults", None)
         if not isinstance(held, dict):
             held = {**getattr(maker, "kwargs", {}), **getattr(maker, "__dict__", {})}
@@ -117,8 +116,7 @@ def _only_defaults(facts: TrainingFacts | None, makers: tuple[object, ...]) -> f
 def made_in(model: Any) -> str | None:
     """The format in which a model's weights were made: ``bfloat16``; None where it is not known."""
     config = getattr(model, "config", None)
-    # The second name is from before transformers 5, whose attribute of that name warns when it is
-    # read: so only the instance's dictionary is looked at.
+    # The second is from before transformers 5, whose attribute warns: so not by `getattr`.
     old_dtype = getattr(config, "__dict__", {}).get("torch_dtype")
     model_dtype = getattr(config, "dtype", None) or old_dtype
     return None if model_dtype is None else str(model_dtype).removeprefix("torch.")
@@ -133,8 +131,7 @@ def hidden_size(model: Any) -> tuple[int | None, str]:
             return width, f"{path}.hidden_size"
         if widths := getattr(holder, "hidden_sizes", None):
             return max(widths), f"the largest of {path}.hidden_sizes"
-    # By attributes, since not only `nn.Linear` has them: quantized layers do, too. The larger side
-    # may be a vocabulary.
+    # By attributes, which quantized layers have, too. The larger side may be a vocabulary.
     layers = model.modules() if callable(getattr(model, "modules", None)) else ()
     sides = [
         min(layer.in_features, layer.out_features)
@@ -164,11 +161,7 @@ class Resolved:
     warnings: tuple[str, ...] = ()
 
     def explain(self) -> str:
-        """What was filled in, as a table.
-
-        Returns:
-            Text for a fixed-width font.
-        """
+        """What was filled in, as a table for a fixed-width font."""
         title = f"DeepSpeed configuration, {len(self.choices)} filled in"
         return choices_table(title, self.choices, ())
 
@@ -179,8 +172,7 @@ class _Known(NamedTuple):
     facts: TrainingFacts
     model: object | None
     settings: dict[str, Any]
-    defaults: frozenset[str]
-    """Facts that were not given: a stand-in for an optimizer has them as defaults."""
+    defaults: frozenset[str]  # facts that only a stand-in's defaults tell
 
     def number(self, key: str) -> int | None:
         """A whole number of the file, where it is decided."""
@@ -189,6 +181,8 @@ class _Known(NamedTuple):
 
 
 _AutoAnswer = tuple[Any, str]
+# In FP8 only the matrix products are computed, in a model that is in bfloat16.
+_SECTION_OF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 class _Rule(NamedTuple):
@@ -225,10 +219,8 @@ def _micro_batch(known: _Known) -> _AutoAnswer:
         reason = f"train_batch_size {total} / ({steps} accumulated * {facts.world_size})"
         return total // (steps * facts.world_size), reason
     given = value_at(known.settings, "train_batch_size")
-    raise _UnknownValue(
-        f"nothing says the batch size per process (train_batch_size={given!r}); give "
-        "micro_batch_size"
-    )
+    reason = f"nothing says the batch size per process (train_batch_size={given!r})"
+    raise _UnknownValue(f"{reason}; give micro_batch_size")
 
 
 def _accumulation(known: _Known) -> _AutoAnswer:
@@ -250,9 +242,7 @@ def _total_batch(known: _Known) -> _AutoAnswer:
 def _precision(section_name: str) -> _Rule:
     def rule(known: _Known) -> _AutoAnswer:
         value = known.facts.mixed_precision or "no"
-        # In FP8 only the matrix products are computed, in a model that is in bfloat16.
-        is_on = {"fp8": "bf16"}.get(value, value) == section_name
-        return is_on, f"the run's mixed precision is {value!r}"
+        return _SECTION_OF.get(value) == section_name, f"the run's mixed precision is {value!r}"
 
     return _Rule(rule, "mixed_precision")
 
@@ -292,15 +282,12 @@ def _warmup_steps(known: _Known) -> _AutoAnswer:
 
 _BY_ACCELERATE = "Accelerate's default"
 _LEARNING_RATE = _said("learning_rate", "learning rate")
+_place_of = partial(_said, meaning="place", default="none", reason=_BY_ACCELERATE, must_agree=False)
 _SWAP_FOLDER = _said("nvme_path", "folder on the fast disk", must_agree=False)
 _RULES: dict[str, _Rule] = {
     f"{ZERO}.stage": _said("zero_stage", "ZeRO stage", 2, _BY_ACCELERATE),
-    f"{ZERO}.offload_optimizer.device": _said(
-        "offload_optimizer", "place of optimizer state", "none", _BY_ACCELERATE, must_agree=False
-    ),
-    f"{ZERO}.offload_param.device": _said(
-        "offload_param", "place of parameters", "none", _BY_ACCELERATE, must_agree=False
-    ),
+    f"{ZERO}.offload_optimizer.device": _place_of("offload_optimizer"),
+    f"{ZERO}.offload_param.device": _place_of("offload_param"),
     f"{ZERO}.offload_optimizer.nvme_path": _SWAP_FOLDER,
     f"{ZERO}.offload_param.nvme_path": _SWAP_FOLDER,
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": _said(
@@ -332,8 +319,7 @@ _RULES: dict[str, _Rule] = {
     "bf16.enabled": _precision("bf16"),
 }
 
-AUTO_KEYS = tuple(_RULES)
-"""The keys for which transformers or Accelerate take ``"auto"``."""
+AUTO_KEYS = tuple(_RULES)  # the keys for which transformers or Accelerate take ``"auto"``
 
 
 def resolve_auto(
@@ -393,10 +379,7 @@ def resolve_decided(
         put_at(settings, key, value)
         choices.append(Choice(key, _plain_choice(value), reason))
     others = sorted(waiting - set(_RULES))
-    schema = None
-    if others:
-        with contextlib.suppress(MissingBackend):
-            schema = deepspeed_schema()
+    schema = deepspeed_schema() if others and is_installed("deepspeed") else None
     for key in others:
         section = key.partition(".")[0]
         if schema is not None and section in schema.removed:
@@ -411,10 +394,7 @@ def resolve_decided(
         drop_at(settings, key)
     choices += _added_precision(known)
     for key, reason in undecided.items() if is_strict else ():
-        text = (
-            f'{key}="auto" cannot be filled in: {reason}. DeepSpeed would fall back to its '
-            "default or fail. Write a value in its place, or leave it out."
-        )
+        text = f'{key}="auto" cannot be filled in: {reason}. Write a value, or leave it out.'
         mistakes.append(FieldMistake(text, key))
     refuse_mistakes(mistakes)
     return Resolved(ZeroConfig.from_dict(settings), tuple(choices)), undecided
@@ -423,7 +403,7 @@ def resolve_decided(
 def _added_precision(known: _Known) -> Iterator[Choice]:
     """The section of the run's precision, where the file has none, which would mean float32."""
     precision = known.facts.mixed_precision
-    name = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(precision or "")
+    name = _SECTION_OF.get(precision or "")
     if name and name not in known.settings:
         reason = f"the run's mixed precision is {precision!r}, and the file has no {name} section"
         # As Accelerate does.

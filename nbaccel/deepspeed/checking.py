@@ -101,8 +101,7 @@ def check_config(
         *_model_mistakes(checked, schema, known_mistakes=keys),
         *combination_mistakes(checked, world_size=world_size),
     ]
-    # Parts of names, which a misspelt key has, too: the right key is missing then, and a message
-    # about sizes that do not multiply out would only repeat that.
+    # Parts of names: of a misspelt size that is known, the sum would only repeat the mistake.
     if not any(word in key.path for word in ("batch_size", "accumulation") for key in keys):
         mistakes += batch_mistakes(checked, world_size=world_size, open_ends=allow_auto)
     mistakes += maker_mistakes(checked, schema)
@@ -127,14 +126,12 @@ def check_run(run: RunConfig, device: str) -> None:
         check_config(settings, run=run, device=device, allow_auto=True)
 
 
-# ------------------------------------------------------------------------------ values
 def _typed_config(settings: dict[str, Any]) -> tuple[ZeroConfig, list[FieldMistake]]:
     """The configuration without its wrong values, and what is wrong with those."""
     try:
         return ZeroConfig.from_dict(settings), []
     except ConfigError as error:
-        # The other checks go on without the wrong values, so that all mistakes are reported at
-        # once. A mistake whose key cannot be found would be met again, without end.
+        # The other checks go on without the wrong values. A key that cannot be found ends that.
         mistakes = mistakes_in(error)
         are_known = all(has_key(settings, mistake.path) for mistake in mistakes)
         remaining = copy.deepcopy(settings) if are_known else {}
@@ -148,20 +145,12 @@ def _auto_findings(settings: Mapping[str, Any], schema: Schema, allow_auto: bool
     for key in auto_keys(settings):
         if key.partition(".")[0] in schema.removed:
             continue  # reported already, with a remedy
+        text = f'{key} cannot be "auto", which nobody fills in. Give a value, or leave it out.'
         if key in AUTO_KEYS:
-            text = (
-                f'{key} is still "auto". DeepSpeed would replace it by its default, or fail. '
-                "Resolve it with resolve_auto, or give a value."
-            )
-            if not allow_auto:
-                yield FieldMistake(text, key)
-        elif defaults := schema.defaults(key):
+            text = f'{key} is still "auto". Resolve it with resolve_auto, or give a value.'
+        if key not in AUTO_KEYS and (defaults := schema.defaults(key)):
             yield f'{key}="auto" leaves it to DeepSpeed, whose default is {defaults[0]!r}.'
-        else:
-            text = (
-                f'{key} cannot be "auto". Neither DeepSpeed nor a trainer fills that key in. Give '
-                "a value, or leave it out."
-            )
+        elif key not in AUTO_KEYS or not allow_auto:
             yield FieldMistake(text, key)
 
 
@@ -212,9 +201,6 @@ def _refused_by_deepspeed(config: ZeroConfig) -> Iterator[str]:
         )
 
 
-# ------------------------------------------------------------------------------ what goes together
-
-
 def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -> Iterator[str]:
     """What cannot go together on any machine, and DeepSpeed's reader takes."""
     if config.stage == AUTO:
@@ -226,17 +212,12 @@ def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -
             continue
         key = f'{ZERO}.{name}.device="{section.device}"'
         is_swapped = section.device == "nvme"
-        needed, fate = ("stage 1, 2 or 3", "Without ZeRO no state is offloaded")
-        if name == "offload_param":
-            fate = "DeepSpeed would silently ignore it, and parameters would stay where they are"
-        elif is_swapped and stage:
-            fate = "DeepSpeed would keep the state in host memory and write nothing to disk"
-        if stage < 3 and (name == "offload_param" or (is_swapped and stage)):
-            needed = "stage 3"
-        if stage == 0 or needed == "stage 3":
+        needed = 3 if name == "offload_param" or is_swapped else 1
+        if stage < needed:
+            stages = "stage 3" if needed == 3 else "stage 1, 2 or 3"
             yield (
-                f"{key} needs {needed}: got stage {stage}. {fate}. Give such a stage, or leave "
-                f"{name} out."
+                f"{key} needs {stages}: got stage {stage}. DeepSpeed would ignore it, and write "
+                f"nothing to disk. Give such a stage, or leave {name} out."
             )
         if is_swapped and not section.nvme_path:
             yield (
@@ -248,9 +229,8 @@ def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -
         fitting = [n for n in range(2, world_size + 1) if world_size % n == 0]
         if 1 < size < world_size and size not in fitting:
             yield (
-                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes. "
-                "DeepSpeed would fail in all of them when it makes its groups. Give "
-                f"{' or '.join(map(str, fitting))}, or leave it out."
+                f"{ZERO}.zero_hpz_partition_size={size} does not divide {world_size} processes: "
+                f"all would fail. Give {' or '.join(map(str, fitting))}, or leave it out."
             )
 
 
@@ -262,8 +242,7 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     if total is None and micro is None and not open_ends:
         yield (
             "train_batch_size and train_micro_batch_size_per_gpu are both missing: got "
-            f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give "
-            "train_micro_batch_size_per_gpu, the batch size of one process."
+            f"gradient_accumulation_steps={steps}. DeepSpeed needs one of them. Give the second."
         )
     # Without a total DeepSpeed multiplies the others, which cannot contradict each other.
     if total is None:
@@ -283,13 +262,10 @@ def batch_mistakes(config: ZeroConfig, *, world_size: int | None, open_ends: boo
     factors += [f"{processes} processes"] if world_size is not None else []
     yield (
         f"train_batch_size={total} {'is not' if is_exact else 'is no multiple of'} "
-        f"{' * '.join(factors)} = {product}. "
-        "Every step takes micro batch * accumulation * processes samples. Leave train_batch_size "
-        f"out, or give {'' if is_exact else 'a multiple of '}{product}."
+        f"{' * '.join(factors)} = {product}, the samples of a step. Leave it out, or give "
+        f"{'' if is_exact else 'a multiple of '}{product}."
     )
 
-
-# ------------------------------------------------------------------------------ optimizer, schedule
 
 # Names of transformers' `TrainingArguments`, which are copied into configurations.
 _WRITTEN_WORDS = {"learning_rate": "lr", "warmup_steps": "warmup_num_steps"}
@@ -306,8 +282,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             # With further keys, the one that was meant has been named already.
             if section is not None and key not in config.extra:
                 yield (
-                    f"{key}.type is missing: got {key}={section.named()!r}. Without a name "
-                    f'DeepSpeed would silently make none. Give for example "type": "{example}".'
+                    f"{key}.type is missing: got {key}={section.named()!r}. DeepSpeed would make "
+                    f'none. Give for example "type": "{example}".'
                 )
             continue
         # DeepSpeed compares its optimizers' names in lower case, and others as they are written.
@@ -326,9 +302,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             yield from _untested(config, key, name)
         if key == "optimizer" and "max_grad_norm" in params:
             yield (
-                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no longer a "
-                "parameter of an optimizer. DeepSpeed refuses it. Set gradient_clipping at the top "
-                "level."
+                "optimizer.params.max_grad_norm is refused by DeepSpeed. Set gradient_clipping "
+                "instead."
             )
             params = {key: value for key, value in params.items() if key != "max_grad_norm"}
         known = schema.schedulers.get(name)
@@ -343,9 +318,8 @@ def _untested(config: ZeroConfig, key: str, name: str) -> Iterator[str]:
     got = f"got stage {config.zero_stage}"
     if key == "scheduler":
         yield (
-            f"scheduler.type={name!r} is torch's and cannot drive ZeRO's optimizer: {got}. torch "
-            "would refuse it as no Optimizer. Use one of DeepSpeed's, such as WarmupDecayLR, or "
-            "pass a schedule to deepspeed.initialize."
+            f"scheduler.type={name!r} is torch's, for which ZeRO's optimizer is no Optimizer: "
+            f"{got}. Use one of DeepSpeed's, such as WarmupLR."
         )
     elif config.zero_allow_untested_optimizer is not True:
         yield (
@@ -365,10 +339,7 @@ def _constructor_mistakes(
             f"{name}={params[name]!r}. DeepSpeed could not make {maker}.{meant}"
         )
     for name in sorted(known.needed - set(params)) if section_name == "scheduler" else ():
-        yield (
-            f"scheduler.params.{name} is missing: got {sorted(params)}. {maker} has no default "
-            f"for it. Give {name}."
-        )
+        yield f"scheduler.params.{name} is missing: {maker} has no default for it. Give {name}."
 
 
 def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:
@@ -415,28 +386,22 @@ def value_mistakes(section_name: str, params: Mapping[str, Any]) -> Iterator[str
             )
 
 
-# ------------------------------------------------------------------------------ on one device
-
-
 def device_mistakes(config: ZeroConfig, *, device: str) -> Iterator[str]:
     """What works elsewhere, and not on this device."""
     if device != "cpu":
         return
     if config.is_on("fp16") and not _cpu_has_fp16():
         yield (
-            "fp16.enabled cannot be true on this CPU, which has no float16 arithmetic: got "
-            "fp16.enabled=True. DeepSpeed says 'Type fp16 is not supported on your device'. Use "
-            "bf16."
+            "fp16.enabled cannot be true on this CPU, without float16: got True. DeepSpeed says "
+            "'Type fp16 is not supported on your device'. Use bf16."
         )
     place = config.offload_optimizer and config.offload_optimizer.device
-    # Before that release no host memory counted as pinned without a GPU, so that nothing was
-    # submitted, and waiting for writes that do not exist fails.
+    # Older ones pinned no memory without a GPU, submitted nothing, and waited for it.
     if place == "nvme" and config.zero_stage == 3 and (old := library.older_than("0.19.6")):
         yield (
-            f'{ZERO}.offload_optimizer.device="nvme" needs DeepSpeed 0.19.6 or newer where there '
-            f"is no GPU: got {old}. It would end the process with a failed assertion in C++ "
-            '(_num_pending_ops > 0). Install a newer one (pip install "deepspeed>=0.19.6"), or '
-            'give device="cpu".'
+            f'{ZERO}.offload_optimizer.device="nvme" without a GPU needs DeepSpeed 0.19.6: got '
+            f"{old}. It would end the process in C++ (_num_pending_ops > 0). Install it (pip "
+            'install "deepspeed>=0.19.6"), or give device="cpu".'
         )
     name = (config.optimizer and config.optimizer.type) or ""
     remedy = {"lamb": "Use AdamW."}.get(name.lower(), "")

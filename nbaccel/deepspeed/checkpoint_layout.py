@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint of DeepSpeed lies.
+"""Where each weight of a checkpoint lies that DeepSpeed's ``engine.save_checkpoint`` wrote.
 
 ::
 
@@ -20,16 +20,12 @@ of a rank end to end, in sub-groups of bounded size::
     rank 0  [ w1' ][ w2' ][ w3' ]
     rank 1  [ w1"·][ w2" ][ w3"·]
 
-Weights in fp32 are those of the optimizer. What it does not train (frozen parameters, buffers) is
-with the model's states, in the precision of training. With an optimizer on NVMe its state has an
-empty tensor for each sub-group that was swapped, and in stage 0 the fp32 weights of bf16 and fp16
-have no names: both are refused.
+Weights in fp32 are the optimizer's; what it does not train (frozen parameters, buffers) is with the
+model's states. Of an optimizer on NVMe there are empty tensors, and in stage 0 the fp32 weights of
+bf16 and fp16 have no names: both are refused.
 
-Files are read by torch as plain data, with a stand-in for any class that it does not take: no code
-of a file is run. They are mapped: pages that were read count as this process's memory until they
-are given back, piece by piece, so a few MiB are in memory whatever a file's size.
-
-It is what DeepSpeed's ``engine.save_checkpoint`` writes and its ``utils/zero_to_fp32.py`` reads.
+Files are read by torch as plain data, with a stand-in for any other class: no code of a file is
+run. They are mapped, and pages given back piece by piece, so a few MiB are in memory at a time.
 """
 
 from __future__ import annotations
@@ -114,9 +110,8 @@ def read_states(path: Path) -> StateFile:
             )
         raise CheckpointDamaged(
             f"{path} cannot be read, at a size of {path.stat().st_size:,} bytes "
-            f"({type(error).__name__}: {reason}): it is torn, or no checkpoint. A process was "
-            "killed while it wrote it, the disk was full, or a copy is not complete. Copy it "
-            "again, or convert an earlier checkpoint (tag=...)."
+            f"({type(error).__name__}: {reason}): it is torn, by a kill, a full disk or a copy, or "
+            "no checkpoint. Copy it again, or convert an earlier one (tag=...)."
         ) from error
     return StateFile(path, states)
 
@@ -138,16 +133,10 @@ class FileTensor(NamedTuple):
             raise ValueError(f"a tensor of {stored_bytes} bytes has the shape {list(tensor.shape)}")
         return cls(path, tensor)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.tensor.numel()
-
     def chunks(self) -> Iterator[torch.Tensor]:
         """Its elements in their order, a few MiB at a time; each is gone with the next."""
         flat = self.tensor.reshape(-1)
-        # All tensors of a file lie in its mapping; a copy, which has other strides, does not, and
-        # would be filled with zeros.
+        # A copy, which has other strides, is not in the file's mapping, and would be zeroed.
         is_mapped = flat.data_ptr() == self.tensor.data_ptr()
         for chunk in torch.split(flat, _CHUNK_ELEMENTS):
             yield chunk
@@ -162,13 +151,13 @@ class FileTensor(NamedTuple):
 def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:
     """Some elements of tensors that are laid end to end: as many as there are."""
     pieces = []
-    for tensor in tensors:
+    for path, tensor in tensors:
         first = max(begin, 0)
-        count = min(end, tensor.numel) - first
+        count = min(end, tensor.numel()) - first
         if count > 0:
-            pieces.append(FileTensor(tensor.path, tensor.tensor.view(-1).narrow(0, first, count)))
-        begin -= tensor.numel
-        end -= tensor.numel
+            pieces.append(FileTensor(path, tensor.view(-1).narrow(0, first, count)))
+        begin -= tensor.numel()
+        end -= tensor.numel()
     return tuple(pieces)
 
 
@@ -178,10 +167,8 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    """Type of its elements when it has been read."""
-    pieces: tuple[FileTensor, ...] = ()
-    """Its elements in their order; empty where they are not in files."""
+    dtype: torch.dtype  # type of its elements when it has been read
+    pieces: tuple[FileTensor, ...] = ()  # its elements in their order; empty: not in files
 
     @property
     def numel(self) -> int:
@@ -209,8 +196,7 @@ class Weight:
 @contextlib.contextmanager
 def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
     """A block that reads weights; it ends with an error where their bits are not those saved."""
-    # Compared in threads, since the checksums that `torch.save` wrote cover whole records, of which
-    # the block may read the parts in any order.
+    # In threads, as checksums cover whole records, whose parts the block may read in any order.
     checksums_of = functools.cache(_checksums_in)
     # By address: a record may have several weights.
     records = {
@@ -228,9 +214,8 @@ def checked_bits(weights: Iterable[Weight]) -> Iterator[None]:
             if record not in checksums_of(piece.path):
                 raise CheckpointDamaged(
                     f"{piece.path} has flipped bits: the checksum of the record with {name} "
-                    f"({record[0]:,} bytes) is wrong. Weights would be converted that are not "
-                    "those that were trained. Copy it again, or convert another checkpoint "
-                    "(tag=...)."
+                    f"({record[0]:,} bytes) is wrong. Weights would be others than were trained. "
+                    "Copy it again, or convert another checkpoint (tag=...)."
                 )
     finally:
         threads.shutdown(cancel_futures=True)
@@ -280,9 +265,8 @@ def read_layout(checkpoint_dir: str | Path, tag: str | None, exclude_frozen: boo
         raise  # it is a `ValueError`, too
     except _ENTRY_ERRORS as error:
         raise CheckpointDamaged(
-            f"{files.folder} has files without the entries that DeepSpeed writes "
-            f"({type(error).__name__}: {error}): they are damaged, or something else wrote them. "
-            "Convert a checkpoint that engine.save_checkpoint wrote (tag=...)."
+            f"{files.folder} has files without entries of DeepSpeed's ({type(error).__name__}: "
+            f"{error}). Convert what engine.save_checkpoint wrote (tag=...)."
         ) from error
 
 
@@ -290,10 +274,8 @@ def _file_with(path: Path, key: str) -> StateFile:
     file = read_states(path)
     if not isinstance(file.states, Mapping) or not isinstance(file.states.get(key), Mapping):
         raise ConfigError(
-            f"{path} has no {key!r} in it, though its name says so: it holds "
-            f"{_keys(file.states)}. Convert a checkpoint that engine.save_checkpoint wrote. (A "
-            "pipeline's engine writes its layers elsewhere, which cannot be converted: load such a "
-            "checkpoint into its engine.)"
+            f"{path} has no {key!r}, but {_keys(file.states)}. Convert a checkpoint that "
+            "engine.save_checkpoint wrote; that of a pipeline must be loaded into its engine."
         )
     return file
 
@@ -304,13 +286,10 @@ def _keys(states: Any) -> str:
     return ", ".join(map(str, list(states)[:6])) or "nothing"
 
 
-# ------------------------------------------------------------------------------ stages 1 to 3
-
-
 def _of_stages_1_to_3(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
     optimizers = {rank: _optimizer_file(path) for rank, path in files.optimizer.items()}
     stage, num_ranks = _agreed_stage(files, optimizers)
-    files.check_ranks(range(num_ranks), num_ranks, stage)
+    files.check_ranks(range(num_ranks), num_ranks)
     ordered = [optimizers[rank] for rank in range(num_ranks)]
     module = model.states["module"]
     buffers = set(model.states.get("buffer_names") or ())
@@ -340,9 +319,8 @@ def _optimizer_file(path: Path) -> StateFile:
     """A rank's file, with the state of the ZeRO optimizer alone."""
     file = _file_with(path, "optimizer_state_dict")
     states = file.states["optimizer_state_dict"]
-    if states.get("ds_zero_partition_groups") is not None:
-        groups = _keys(states["ds_zero_partition_groups"])
-        raise cut_otherwise(path, f"has parameters over groups of their own ({groups}), as experts")
+    if (groups := states.get("ds_zero_partition_groups")) is not None:
+        raise _cut_otherwise(path, f"has parameters over own groups ({_keys(groups)}), as experts")
     return file._replace(states=states)
 
 
@@ -356,8 +334,8 @@ def _agreed_stage(files: CheckpointFiles, optimizers: Mapping[int, StateFile]) -
         texts = "; ".join(f"rank {rank}: stage {stage} of {count}" for rank, (stage, count) in few)
         raise ConfigError(
             f"{files.folder} mixes files of different saves, with stage and number of ranks as "
-            f"{texts}. Parts of two saves do not make one. Delete those of the older one"
-            f"{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
+            f"{texts}. Delete those of the older "
+            f"one{f', of rank {number_ranges(sorted({*beyond}))}' if beyond else ''}."
         )
     return stage, count
 
@@ -441,14 +419,13 @@ def _laid_out(
         weights[name] = Weight(name, shape, torch.float32, pieces)
         begin += count + padding
     for number, strip in enumerate(strips):
-        saved = sum(tensor.numel for tensor in strip)
+        saved = sum(tensor.numel() for _, tensor in strip)
         # All kinds of files that do not belong together are found by this.
         if not begin <= saved <= begin + slack:
             part = f" in part {number}" if strips[1:] else ""
             raise ConfigError(
                 f"{place}: the shapes of {_keys(shapes)} add up to {begin:,} elements{part}, and "
-                f"{saved:,} were saved. Files of different saves lie there together, or the model "
-                "changed between them. Convert another checkpoint (tag=...)."
+                f"{saved:,} were saved: saves are mixed. Convert another (tag=...)."
             )
     return weights
 
@@ -471,17 +448,13 @@ def _checked_shapes(shapes: Mapping[str, Any]) -> _GroupShapes:
     return checked
 
 
-# ------------------------------------------------------------------------------ stage 0
-
-
 def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) -> _Layout:
-    is_of_stage_3 = any(path.name.startswith("zero_pp_rank") for path in files.model.values())
-    if is_of_stage_3 or model.states.get("param_shapes"):
+    if files.is_of_stage_3 or model.states.get("param_shapes"):
         ranks = model.states.get("dp_world_size")
         saved_by = count_noun(ranks, "rank") if isinstance(ranks, int) else "some ranks"
         raise ConfigError(
-            f"{files.folder} was saved with ZeRO by {saved_by}, and has no optimizer states: none "
-            "of its *_optim_states.pt is there, in which the fp32 weights are. Copy them here, or "
+            f"{files.folder} was saved with ZeRO by {saved_by}, and has no optimizer states, which "
+            "are the fp32 weights: none of its *_optim_states.pt is there. Copy them here, or "
             "convert another checkpoint (tag=...)."
         )
     optimizer = model.states.get("optimizer")
@@ -492,9 +465,8 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
         )
     if exclude_frozen:
         raise ConfigError(
-            f"{model.path} was saved without ZeRO, and does not tell which of its "
-            f"{len(model.states['module'])} weights were frozen. Leave exclude_frozen_parameters "
-            "out, and drop them by their names."
+            f"{model.path} does not tell which of its {len(model.states['module'])} weights were "
+            "frozen, without ZeRO. Leave exclude_frozen_parameters out."
         )
     weights: _Weights = {}
     tied: dict[str, str] = {}
@@ -510,8 +482,6 @@ def _of_stage_0(files: CheckpointFiles, model: StateFile, exclude_frozen: bool) 
             tied[name] = first_name
     return weights, tied
 
-
-# ------------------------------------------------------------------------------ files
 
 _MODEL_FILE = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<parallel>\d+)_model_states\.pt"
@@ -530,19 +500,27 @@ class CheckpointFiles(NamedTuple):
     """The files of one save, by rank."""
 
     folder: Path
-    model: dict[int, Path]
-    """Files of model states; that of stages 0-2 counts as rank 0's."""
+    model: dict[int, Path]  # files of model states; that of stages 0-2 counts as rank 0's
     optimizer: dict[int, Path]
 
-    def check_ranks(self, ranks: Collection[int], num_ranks: int, stage: int) -> None:
+    @classmethod
+    def of(cls, folder: Path) -> CheckpointFiles:
+        """Those in a folder."""
+        return cls(folder, _by_rank(folder, _MODEL_FILE), _by_rank(folder, _OPTIMIZER_FILE))
+
+    @property
+    def is_of_stage_3(self) -> bool:
+        """Whether each rank has a file of model states."""
+        return any(path.name.startswith("zero_pp_rank") for path in self.model.values())
+
+    def check_ranks(self, ranks: Collection[int], num_ranks: int) -> None:
         """Refuse a checkpoint without files of ranks."""
-        kinds = {"optim": self.optimizer, **({"model": self.model} if stage == 3 else {})}
+        kinds = {"optim": self.optimizer, **({"model": self.model} if self.is_of_stage_3 else {})}
         mistakes = [
             f"{self.folder} was saved by {count_noun(num_ranks, 'rank')}, and the files "
             f"*zero_pp_rank_N_mp_rank_00_{kind}_states.pt of rank {number_ranges(missing)} are "
-            "missing: each holds a part of every weight. Copy them here from the machine that "
-            "wrote them (use_node_local_storage leaves them on each node), or take another "
-            "checkpoint (tag=...)."
+            "missing: each holds a part of every weight. Copy them here (use_node_local_storage "
+            "leaves them on each node), or take another checkpoint (tag=...)."
             for kind, files in kinds.items()
             if (missing := sorted(set(ranks) - files.keys()))
         ]
@@ -552,16 +530,14 @@ class CheckpointFiles(NamedTuple):
 
 def _find_files(checkpoint_dir: str | Path, tag: str | None) -> CheckpointFiles:
     folder = _tagged_folder(Path(checkpoint_dir).expanduser(), tag)
-    names = sorted(path.name for path in folder.glob(_ANY_STATES))
-    _check_kind(folder, names)
-    model = _by_rank(folder, names, _MODEL_FILE)
-    if not model:
+    _check_kind(folder)
+    files = CheckpointFiles.of(folder)
+    if not files.model:
         raise ConfigError(
-            f"{folder} has no file *_model_states.pt, which tells the names and shapes of the "
-            f"weights: it holds {_content_of(folder)}. The save was interrupted, or rank 0 wrote "
-            "on another machine. Copy that file here, or convert another checkpoint."
+            f"{folder} has no file *_model_states.pt, with names and shapes of the weights: it "
+            f"holds {_content_of(folder)}. Copy that file here, or convert another checkpoint."
         )
-    return CheckpointFiles(folder, model, _by_rank(folder, names, _OPTIMIZER_FILE))
+    return files
 
 
 def _content_of(folder: Path) -> str:
@@ -574,8 +550,8 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         beside = _content_of(root.parent) if root.parent.is_dir() else "nothing at all"
         raise ConfigError(
             f"{root} {'is a file' if root.exists() else 'does not exist'}, and a checkpoint of "
-            "ZeRO is a folder, in which each rank has files of its own. Beside it there are: "
-            f"{beside}. Give the folder that save_checkpoint was given."
+            f"ZeRO is a folder. Beside it there are: {beside}. Give the folder that "
+            "save_checkpoint was given."
         )
     if _has_states(root) and tag in (None, root.name):
         return root
@@ -586,9 +562,7 @@ def _tagged_folder(root: Path, tag: str | None) -> Path:
         tag = content.decode("utf-8", errors="replace").strip()
         if len(content) > _LONGEST_NAME or not _TAG_FOLDER.fullmatch(tag):
             raise CheckpointDamaged(
-                f"{latest} holds {tag[:60]!r}, and should hold the tag of the last save, which is "
-                "the name of a folder beside it: it is damaged, or not written by DeepSpeed. Say "
-                "which save is meant: tag=..."
+                f"{latest} holds {tag[:60]!r}, not the name of a folder beside it. Give tag=..."
             )
     if tag is not None and (root / tag).is_dir():
         return root / tag
@@ -606,35 +580,34 @@ def _has_states(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(_ANY_STATES))
 
 
-def _check_kind(folder: Path, names: Sequence[str]) -> None:
+def _check_kind(folder: Path) -> None:
     """Refuse checkpoints that cannot be put together from data-parallel parts."""
+    names = sorted(path.name for path in folder.glob(_ANY_STATES))
     matches = [_MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name) for name in names]
     ranks = sorted({int(match["parallel"]) for match in matches if match})
     if experts := [name for name in names if _EXPERT_FILE.fullmatch(name)]:
-        raise cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
+        raise _cut_otherwise(folder, f"has experts in files of their own ({experts[0]})")
     if ranks[1:]:
         there = f"over {len(ranks)} ranks (mp_rank_{ranks[-1]:02d} is there)"
-        raise cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
+        raise _cut_otherwise(folder, f"was saved with tensor parallelism, {there}")
     if (folder / "zero").is_dir() and not any(folder.glob("*_optim_states.pt")):
         raise ConfigError(
-            f"{folder} is a universal checkpoint, made from another one by ds_to_universal: "
-            "it has a folder per parameter instead of files of ranks. Convert the checkpoint that "
-            f"it was made from: tag={folder.name.removesuffix('_universal')!r}, if it is "
-            "still there; or load this one into an engine and use fp32_state_dict(engine)."
+            f"{folder} is a universal checkpoint, which has no files of ranks. Convert the one "
+            f"that it was made from, tag={folder.name.removesuffix('_universal')!r}, or load it "
+            "and use fp32_state_dict(engine)."
         )
 
 
-def cut_otherwise(thing: object, what: str) -> ConfigError:
-    """The error about weights that are not cut by data-parallel ranks alone."""
+def _cut_otherwise(thing: object, what: str) -> ConfigError:
     return ConfigError(
-        f"{thing} {what}: its weights are not spread over all ranks alike, and the parts of all "
-        "ranks put together would be wrong. Make a universal checkpoint with ds_to_universal, or "
-        "load it into its engine and gather or save there."
+        f"{thing} {what}: the parts of all ranks put together would be wrong. Make a universal "
+        "checkpoint with ds_to_universal, or load it into its engine and gather or save there."
     )
 
 
-def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     name_by_rank: dict[int, str] = {}
+    names = sorted(path.name for path in folder.glob(_ANY_STATES))
     for match in filter(None, map(pattern.fullmatch, names)):
         # Below stage 3 there is one file of model states, without a rank in its name.
         rank = int(match["rank"] or 0)

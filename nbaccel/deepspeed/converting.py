@@ -88,20 +88,17 @@ def _distributed(
     """The weights of each file, in the order in which they are written."""
     most_bytes = parse_bytes(max_shard_size)
     if not most_bytes:
-        raise ConfigError(
-            f"max_shard_size={max_shard_size!r} leaves no room for a weight in a file. Use "
-            '"5GB", for example.'
-        )
+        raise ConfigError(f'max_shard_size={max_shard_size!r} leaves no room in a file. Use "5GB".')
     if not weights:
         raise ConfigError(
-            f"There is no weight to write ({len(weights)} found): the checkpoint's parameters may "
-            "all be frozen, and frozen ones are left out. Allow them."
+            f"There is no weight to write ({len(weights)} found): all may be frozen, and are left "
+            "out. Allow them."
         )
     for weight in weights.values():
         if weight_files.dtype_code(weight.dtype) is None:
             raise ConfigError(
-                f"{weight.name} is of {weight.dtype}, for which a file of weights has no place. "
-                "Convert it, or make it a buffer with persistent=False."
+                f"{weight.name} is of {weight.dtype}, which no file of weights can have. Convert "
+                "it."
             )
     split = split_state_dict_into_shards_factory(
         dict(weights),
@@ -131,8 +128,7 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
                 done_bytes += chunk.nbytes
                 waiting_bytes += chunk.nbytes
                 if waiting_bytes >= _FLUSHED_BYTES:
-                    # The disk writes meanwhile, and nothing has to be waited for at the end. What
-                    # has just been written alone: the rest stays in memory for who reads it next.
+                    # The disk writes meanwhile; older pages stay in memory for the next reader.
                     begin = file.tell() - waiting_bytes
                     os.posix_fadvise(file.fileno(), begin, waiting_bytes, os.POSIX_FADV_DONTNEED)
                     waiting_bytes = 0
@@ -140,8 +136,7 @@ def _write_file(path: Path, weights: list[Weight], tied: Mapping[str, str], bar:
             if done_bytes != weight.nbytes:
                 raise CheckpointFailed(
                     f"{weight.name} should have {weight.nbytes:,} bytes, and {done_bytes:,} were "
-                    "read: a file changed while it was being read. Try again when no other "
-                    "process writes there."
+                    "read: a file changed meanwhile. Try again when nobody writes there."
                 )
 
 
@@ -219,7 +214,6 @@ def load_fp32_state_dict(
     return state_dict | {name: state_dict[target] for name, target in tied.items()}
 
 
-# ------------------------------------------------------------------------------ live engines
 # Every rank calls these functions, and rank 0 alone holds the result.
 
 

@@ -27,11 +27,11 @@ from nbaccel.config.given_values import value_at
 from nbaccel.deepspeed import engines, library, local_shards
 from nbaccel.deepspeed.auto_values import Resolved, TrainingFacts, made_in, resolve_auto
 from nbaccel.deepspeed.checking import check_config
-from nbaccel.deepspeed.checkpoint_layout import is_readable, read_states
+from nbaccel.deepspeed.checkpoint_layout import CheckpointFiles, is_readable, read_states
 from nbaccel.deepspeed.engines import Drive, is_engines
 from nbaccel.deepspeed.environment import Lease, forget_modules
 from nbaccel.deepspeed.local_shards import remember, take_back_together
-from nbaccel.deepspeed.plugin import DeepSpeedPlugin, Plugins
+from nbaccel.deepspeed.plugin import Plugins
 from nbaccel.deepspeed.zero_config import AUTO, ZERO
 from nbaccel.deepspeed.zero_memory import check_disk, check_host_memory, estimate_memory, host_bytes
 from nbaccel.memory.estimate import measure
@@ -47,14 +47,12 @@ if TYPE_CHECKING:
 
 
 _ORPHANED_DRIVES: list[Drive] = []
-"""Engines whose Accelerator is gone, without which they cannot be trained.
+"""Engines whose Accelerator is gone: in a live worker a cell that prepares is run again.
 
-In a live worker a cell that prepares is run again, perhaps with another model. The earlier engine
-would stay for ever: hooks on its gradients are held by torch's C++ side, where Python's garbage
-collector does not see that nothing else refers to them.
+They would stay for ever, by hooks on gradients that torch's C++ side holds, unseen by the garbage
+collector.
 """
-_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"
-"""Of a model that has no engine, or one that cannot write."""
+_PLAIN_WEIGHTS_FILE = "pytorch_model.bin"  # of a model that has no engine, or one that cannot write
 
 
 class DeepSpeedStrategy(training.Strategy):
@@ -69,27 +67,22 @@ class DeepSpeedStrategy(training.Strategy):
         self._plugins = plugins
         self._open: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._asked = asked
-        # By id of the engine, which its Drive keeps alive: no other object gets the same id
-        # meanwhile.
+        # By id of the engine, which its Drive keeps alive.
         self._drives: dict[int, Drive] = {}
         self._lease = Lease(place.device)
         finalizer: Any
         if place.is_alone:
-            # A cell that is run again forgets its Accelerator; the notebook's modules stay. The
-            # dictionaries are passed, not `self`, which the finalizer would keep alive for ever.
+            # A cell that is run again forgets its Accelerator. Without `self`, which it would keep.
             finalizer = weakref.finalize(self, _end_all, self._drives, self._lease)
         else:
             # The engines are only noted: a cell may still look at them after the Accelerator.
             finalizer = weakref.finalize(self, _ORPHANED_DRIVES.extend, self._drives.values())
-        # At exit no cell looks at the modules again, and the environment's own atexit handler
-        # destroys the engines.
+        # At exit nobody looks at modules; the environment's atexit handler destroys engines.
         finalizer.atexit = False
-        self._announced: Any = None
-        plugin = plugins.active
-        if plugin.is_zero3_init_enabled():
+        self._announced: Any = None  # transformers has a weak reference to it
+        if plugins.active.is_zero3_init_enabled():
             self._lease.take()  # DeepSpeed builds in shards with a process group alone
-            # Kept: transformers has a weak reference to it.
-            settings = plugin.deepspeed_config
+            settings = plugins.active.deepspeed_config
             self._announced = local_shards.announced_config(settings, place.world_size)
 
     @classmethod
@@ -103,15 +96,13 @@ class DeepSpeedStrategy(training.Strategy):
         """See :meth:`Strategy.said_by`; what the plugin in force says."""
         plugin = settings.active
         return training.SaidBySettings(
-            mixed_precision=plugin.mixed_precision,
-            accumulation_steps=plugin.accumulation_steps,
+            mixed_precision=plugin.said.get("mixed_precision"),
+            accumulation_steps=plugin.said.get("gradient_accumulation_steps"),
             writes_shards=True,
             reason=f"a DeepSpeedPlugin or zero_stage was given: ZeRO stage {plugin.zero_stage}",
             speaker="the DeepSpeed configuration",
             remedy=', or write "enabled": "auto" there',
         )
-
-    # ---------------------------------------------------------------- preparing
 
     def wrap(self, bundle: Bundle) -> Bundle:
         """See :meth:`Strategy.wrap`; a collective."""
@@ -120,8 +111,7 @@ class DeepSpeedStrategy(training.Strategy):
             return bundle
         plugin = self._plugins.active
         config, settings = self._open.get(id(plugin), (None, {}))
-        # A plugin whose configuration the user has replaced since an earlier `prepare` is taken as
-        # it is; else with the "auto" values that that one replaced.
+        # One that the user has replaced counts; else the one whose "auto" was filled in before.
         if plugin.deepspeed_config is not config:
             settings = plugin.deepspeed_config
         # Before the lease: what is refused has made no process group.
@@ -167,8 +157,7 @@ class DeepSpeedStrategy(training.Strategy):
         # DeepSpeed would make these from the file all the same.
         dropped = () if is_training else ("optimizer", "scheduler")
         settings = {key: one for key, one in given_settings.items() if key not in dropped}
-        parts = (model, optimizer, scheduler, bundle.loaders)
-        resolved = resolve_config(settings, plugin, self._asked, self.place, *parts)
+        resolved = self._resolved(settings, model, (optimizer, scheduler, bundle.loaders))
         if not is_training and resolved.config.zero_stage < 3:
             model.to(self.place.device)
             return None
@@ -181,8 +170,7 @@ class DeepSpeedStrategy(training.Strategy):
         library.begin_comm(resolved.config)  # first: destroying engines below needs it
         if not self.place.is_alone:
             take_back_together(model, self.place.device)
-            # Removed before it ends: one that cannot be destroyed must not be tried again by each
-            # `prepare`.
+            # Removed first: one that cannot be destroyed must not be tried again and again.
             while _ORPHANED_DRIVES:
                 _ORPHANED_DRIVES.pop().end(is_alone=False)
             forget_modules()
@@ -202,10 +190,57 @@ class DeepSpeedStrategy(training.Strategy):
             folders.release()
             raise
         norm = given_settings.get("gradient_clipping")
-        troubles = engines.Troubles(engine, made_in(model))
-        engine_drive = Drive(engine, folders, troubles, norm, states_before)
-        self._drives[id(engine)] = engine_drive
-        return engine_drive
+        drive = self._drives[id(engine)] = Drive(
+            engine, folders, made_in(model), norm, states_before
+        )
+        return drive
+
+    def _resolved(
+        self, given: dict[str, Any], model: nn.Module, parts: tuple[Any, ...]
+    ) -> Resolved:
+        """Fill in and check a configuration; the parts are optimizer, schedule and loaders."""
+        optimizer, scheduler, loaders = parts
+        # Nothing says which loader is the training's. One with a batch sampler may have None.
+        sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
+        micro_batch = (min if self._plugins.active.is_train_batch_min else max)(sizes, default=None)
+        is_dummy = isinstance(scheduler, DummyScheduler)
+        steps = scheduler.total_num_steps if is_dummy else None
+        # The schedule's steps in one process: each takes its share of the batches.
+        processes = 1 if self._asked.split_batches else self.place.world_size
+        # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
+        is_open = value_at(given, "scheduler.params.warmup_max_lr") == AUTO
+        rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
+        facts = TrainingFacts(
+            world_size=self.place.world_size,
+            micro_batch_size=micro_batch,
+            accumulation_steps=self._asked.accumulation_steps,
+            mixed_precision=self._asked.mixed_precision,
+            total_steps=None if steps is None else math.ceil(steps / processes),
+            learning_rate=None if rate is None else float(rate),
+        )
+        # A copy: the given one is the plugin's, which keeps what the user wrote.
+        settings = copy.deepcopy(given)
+        choices: tuple[Choice, ...] = ()
+        if value_at(settings, f"{ZERO}.stage") == 3:
+            # Without it DeepSpeed's `save_16bit_model` writes nothing.
+            settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
+        total_key, micro_key, _ = BATCH_SIZES
+        sizes_given = {settings.get(micro_key), settings.get(total_key)} - {AUTO, None}
+        if micro_batch is None and not sizes_given:
+            settings[micro_key] = 1
+            reason = "no loader was prepared before; DeepSpeed only counts samples by it"
+            choices = (Choice(micro_key, 1, reason),)
+        resolved = resolve_auto(
+            settings,
+            facts=facts,
+            model=model,
+            optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
+            scheduler=scheduler if is_dummy else None,
+        )
+        # The check needs the device alone: all else that a run decides has been filled in by now.
+        size, device = self.place.world_size, self.place.device.type
+        checked = check_config(resolved.config, world_size=size, device=device)
+        return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
 
     def _warn_before(self, model: nn.Module, config: Resolved, *, is_training: bool) -> None:
         """Warn of, or refuse, what is known before an engine is made."""
@@ -225,8 +260,7 @@ class DeepSpeedStrategy(training.Strategy):
         # On every rank of this node, since each has a heap to keep freed blocks in.
         if 2 * host_bytes(need, device) > machine.host_available_bytes:
             engines.return_at_once()
-        # One process of each node looks at the disk; the others wait in their first collective
-        # and have not yet written anything that would count as room taken.
+        # One process of each node; the others wait in their first collective, with nothing written.
         if self.place.is_local_main:
             check_disk(need, local_shards.folders_in_use())
             check_host_memory(need, device, machine)
@@ -241,26 +275,18 @@ class DeepSpeedStrategy(training.Strategy):
         return inner_module
 
     def release(self, models: Iterable[nn.Module] | None = None) -> None:
-        """See :meth:`Strategy.release`.
-
-        Where this process is alone, the user's own module gets its weights back, whole, and can be
-        trained again in any way.
-        """
+        """See :meth:`Strategy.release`; where this process is alone, the module is whole again."""
         keys = list(self._drives) if models is None else [id(model) for model in models]
-        engine_drives = [self._drives.pop(key) for key in keys if key in self._drives]
-        # A step that is due would be lost with its engine.
-        for engine_drive in engine_drives:
-            engine_drive.step()
-        for engine_drive in engine_drives:
-            engine_drive.end(is_alone=self.place.is_alone)
+        drives = [self._drives.pop(key) for key in keys if key in self._drives]
+        for drive in drives:
+            drive.step()  # one that is due would be lost with its engine
+        for drive in drives:
+            drive.end(is_alone=self.place.is_alone)
         if not self._drives:
             self._announced = None
             self._lease.give_up()
 
-    # ---------------------------------------------------------------- training
-
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
-        """See :meth:`Strategy.backward`; the engine's."""
         drive = engines.drive_of_loss(loss, list(self._drives.values()))
         drive.backward(loss, sync=sync, **options)
 
@@ -291,8 +317,6 @@ class DeepSpeedStrategy(training.Strategy):
         drive = engines.drive_of_parameters(parameters, list(self._drives.values()))
         return drive.clipped_step(max_norm)
 
-    # ---------------------------------------------------------------- keeping
-
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """See :meth:`Strategy.model_state`; in host memory, empty but on process 0."""
         return local_shards.gather_weights(self.unwrap(model), keep=self.place.is_main)
@@ -315,11 +339,9 @@ class DeepSpeedStrategy(training.Strategy):
 
     @property
     def keeps_own_disks(self) -> bool:
-        """See :attr:`ShardedCheckpoints.keeps_own_disks`; ``use_node_local_storage``."""
         return any(drive.engine.use_node_local_storage() for drive in self._drives.values())
 
     def shard_folder(self, number: int) -> str:
-        """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
         return f"pytorch_model_{number}" if number else "pytorch_model"
 
     def save_sharded(
@@ -331,7 +353,6 @@ class DeepSpeedStrategy(training.Strategy):
         left_out: Collection[str] = (),
         ranks_by_folder: Sequence[Sequence[int]] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.save_sharded`; files of DeepSpeed."""
         drive = self._writing_drive(model)
         # The first rank of each folder, where there are several, writes what its ranks share.
         writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
@@ -341,10 +362,9 @@ class DeepSpeedStrategy(training.Strategy):
             return
         writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
-        if id(model) in self._drives:
-            state = local_shards.gather_weights(self.unwrap(model), keep=writes)
-        else:
-            state = model.state_dict()
+        is_cut = id(model) in self._drives
+        inner = self.unwrap(model)
+        state = local_shards.gather_weights(inner, keep=writes) if is_cut else model.state_dict()
         if writes:
             Path(folder).mkdir(parents=True, exist_ok=True)
             kept = {name: value for name, value in state.items() if name not in left_out}
@@ -353,8 +373,7 @@ class DeepSpeedStrategy(training.Strategy):
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
         drive = self._drives.get(id(model))
-        # DeepSpeed gives no checkpoint engine to one without an optimizer. Only process 0 would
-        # fail, and the others would wait for it.
+        # DeepSpeed has no checkpoint engine without an optimizer: process 0 alone would fail.
         is_able = getattr(drive and drive.engine, "checkpoint_engine", None) is not None
         return drive if is_able else None
 
@@ -372,8 +391,7 @@ class DeepSpeedStrategy(training.Strategy):
             _check_checkpoint(drive.engine, Path(folder), ranks_there)
         elif not (path := Path(folder) / _PLAIN_WEIGHTS_FILE).is_file():
             raise CheckpointDamaged(
-                f"{path} is missing, which has the weights of the {type(model).__name__}. Nothing "
-                "has been loaded. Load another checkpoint, or copy it again."
+                f"{path} is missing, with the weights. Load another checkpoint, or copy it again."
             )
 
     def load_sharded(
@@ -384,7 +402,6 @@ class DeepSpeedStrategy(training.Strategy):
         *,
         left_out: Collection[str] = (),
     ) -> None:
-        """See :meth:`ShardedCheckpoints.load_sharded`; as many processes as wrote."""
         drive = self._writing_drive(model)
         if drive is not None:
             _load(drive.engine, Path(folder), left_out)
@@ -403,8 +420,7 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
 def _shards_only(checkpoint_kind: str) -> ConfigError:
     return ConfigError(
         f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
-        "shards, in a format of its own, together with the weights. Use accelerator.save_state "
-        "and load_state with as many processes."
+        "shards. Use accelerator.save_state and load_state with as many processes."
     )
 
 
@@ -426,9 +442,8 @@ def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
             names = ", ".join(type(model).__name__ for model in bundle.models) or "no model"
             raise ConfigError(
                 f"{type(optimizer).__name__} trains {len(trained)} parameter(s) of {len(numbers)} "
-                f"of the models prepared with it ({names}). DeepSpeed's engine has one model and "
-                "one optimizer, made over its parameters. Prepare both in one call, one optimizer "
-                "for each model."
+                f"of the models prepared with it ({names}). A DeepSpeed engine has one of each. "
+                "Prepare both in one call, one optimizer for each model."
             )
         found[numbers[0]] = optimizer
     return found
@@ -445,70 +460,15 @@ def _schedule_of(
     return engines.EngineScheduler(drive)
 
 
-# ------------------------------------------------------------------------------ its settings
-
-
-def resolve_config(
-    given_config: dict[str, Any],
-    plugin: DeepSpeedPlugin,
-    asked_settings: TrainingRequest,
-    place: training.Place,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    loaders: Iterable[Any],
-) -> Resolved:
-    """Fill in and check a configuration."""
-    # All prepared loaders count, since nothing says which of them is the training's. One with a
-    # batch sampler of the user's own may have None.
-    sizes = [loader.batch_size for loader in loaders if isinstance(loader.batch_size, int)]
-    micro_batch = (min if plugin.is_train_batch_min else max)(sizes, default=None)
-    is_dummy = isinstance(scheduler, DummyScheduler)
-    steps = scheduler.total_num_steps if is_dummy else None
-    # The schedule's steps in one process: each takes its share of the batches.
-    processes = 1 if asked_settings.split_batches else place.world_size
-    # The rate to which the file's schedule warms up where the file leaves it to the optimizer.
-    is_open = value_at(given_config, "scheduler.params.warmup_max_lr") == AUTO
-    rate = getattr(optimizer, "defaults", {}).get("lr") if is_open else None
-    facts = TrainingFacts(
-        world_size=place.world_size,
-        micro_batch_size=micro_batch,
-        accumulation_steps=asked_settings.accumulation_steps,
-        mixed_precision=asked_settings.mixed_precision,
-        total_steps=None if steps is None else math.ceil(steps / processes),
-        learning_rate=None if rate is None else float(rate),
-    )
-    # A copy: the given one is the plugin's, which keeps what the user wrote.
-    settings = copy.deepcopy(given_config)
-    choices: tuple[Choice, ...] = ()
-    if value_at(settings, f"{ZERO}.stage") == 3:
-        # Without it DeepSpeed's `save_16bit_model` writes nothing.
-        settings[ZERO].setdefault("stage3_gather_16bit_weights_on_model_save", True)
-    total_key, micro_key, _ = BATCH_SIZES
-    if micro_batch is None and {settings.get(micro_key), settings.get(total_key)} <= {AUTO, None}:
-        settings[micro_key] = 1
-        reason = "no loader was prepared before; DeepSpeed only counts samples by it"
-        choices = (Choice(micro_key, 1, reason),)
-    resolved = resolve_auto(
-        settings,
-        facts=facts,
-        model=model,
-        optimizer=optimizer if isinstance(optimizer, DummyOptim) else None,
-        scheduler=scheduler if is_dummy else None,
-    )
-    # The check needs the device alone: all else that a run decides has been filled in by now.
-    checked = check_config(resolved.config, world_size=place.world_size, device=place.device.type)
-    return Resolved(checked.config, (*choices, *resolved.choices), checked.warnings)
-
-
 def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     """Refuse optimizers and schedules that the file and the code both have, or neither."""
     mistakes = []
     are_dummies = [isinstance(optimizer, DummyOptim) for optimizer in bundle.optimizers]
+    own = {key: value_at(settings, f"{key}.type") for key in ("optimizer", "scheduler")}
     if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: DeepSpeed puts both "
-            "in one engine, and the optimizer alone would train nothing. Prepare them in one call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model. Prepare them in one "
+            "call."
         )
     if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(
@@ -517,9 +477,8 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         )
     if settings.get("optimizer") and not all(are_dummies):
         mistakes.append(
-            f"The DeepSpeed configuration has an optimizer ({_type_of(settings['optimizer'])}), "
-            "and prepare got one of torch. Only one can train. Leave it out of the configuration, "
-            "or prepare nbaccel.utils.DummyOptim(model.parameters())."
+            f"The DeepSpeed configuration has an optimizer ({own['optimizer']}), "
+            "and prepare got one of torch. Leave one out, or prepare a DummyOptim."
         )
     if any(are_dummies) and not settings.get("optimizer"):
         mistakes.append(
@@ -531,34 +490,27 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
         makes_schedule = is_dummy and scheduler.lr_scheduler_callable is not None
         if settings.get("scheduler") and (not is_dummy or makes_schedule):
             mistakes.append(
-                f"The DeepSpeed configuration has a schedule ({_type_of(settings['scheduler'])}), "
-                f"and prepare got {type(scheduler).__name__}. Only one can set the learning rate. "
-                "Leave it out of the configuration, or prepare nbaccel.utils.DummyScheduler."
+                f"The DeepSpeed configuration has a schedule ({own['scheduler']}), "
+                f"and prepare got {type(scheduler).__name__}. Leave one out, or prepare a "
+                "DummyScheduler."
             )
         elif is_dummy and not makes_schedule and not settings.get("scheduler"):
             mistakes.append(
                 f"prepare got a DummyScheduler(total_num_steps={scheduler.total_num_steps}), and "
-                "the DeepSpeed configuration has no schedule that it could stand for. Add one "
-                "there, or give lr_scheduler_callable."
+                "the file has no schedule that it could stand for. Add one there, or give "
+                "lr_scheduler_callable."
             )
         # The real optimizer is made inside `initialize`, from the file, after this schedule.
         elif any(are_dummies) and not is_dummy:
             mistakes.append(
-                f"prepare got a {type(scheduler).__name__} of an optimizer that is a DummyOptim: "
-                "it would set the learning rate of nothing. Give "
-                "DummyScheduler(lr_scheduler_callable=...)."
+                f"prepare got a {type(scheduler).__name__} of a DummyOptim: it would set the "
+                "learning rate of nothing. Give DummyScheduler(lr_scheduler_callable=...)."
             )
     refuse_mistakes(mistakes)
 
 
-def _type_of(section: Any) -> Any:
-    return section.get("type") if isinstance(section, dict) else section
-
-
-# ------------------------------------------------------------------------------ its checkpoints
 # Every process writes its part into one folder. DeepSpeed asks torch for any pickle, which may run
-# code: here torch is told to read plain data all the same, and the few classes of DeepSpeed that
-# its files hold.
+# code: here only plain data is read, and the few classes of DeepSpeed that its files hold.
 
 
 def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
@@ -589,9 +541,8 @@ def _load(engine: Any, folder: Path, left_out: Collection[str]) -> None:
         ) from None
     if loaded_path is None:
         raise ConfigError(
-            f"The checkpoint {str(folder)!r} has files that DeepSpeed cannot read: it loaded "
-            f"nothing. It holds {', '.join(sorted(path.name for path in folder.iterdir()))}. Load "
-            "another one."
+            f"The checkpoint {str(folder)!r} holds nothing that DeepSpeed can read: "
+            f"{', '.join(sorted(path.name for path in folder.iterdir()))}. Load another one."
         )
 
 
@@ -603,9 +554,8 @@ _OWN_CLASSES = {
 """What DeepSpeed puts into its files beside plain data; instances of them only hold numbers."""
 
 _PLAIN_REMEDY = (
-    "Only plain data is read, because a pickle of anything else can run any code. If you wrote "
-    "these files yourself and nobody could change them, torch.serialization.add_safe_globals "
-    "allows a class."
+    "Only plain data is read, because a pickle of anything else can run any code. If these files "
+    "are your own, torch.serialization.add_safe_globals allows a class."
 )
 
 
@@ -626,8 +576,7 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
     """Refuse a checkpoint that :func:`_load` could not read; no collective, nothing is changed."""
     if engine.load_universal_checkpoint():
         return  # a universal checkpoint has files of another kind, which are not checked here
-    # Each process reads what all share, and its own. Files in torch's format of before 2020 cannot
-    # be looked at without reading their numbers.
+    # What all share, and its own. torch's format of before 2020 cannot be looked into.
     own_name = f"zero_pp_rank_{dist.get_rank()}_"
     for path in filter(is_readable, folder.glob("*.pt")):
         if "zero_pp_rank_" in path.name and own_name not in path.name:
@@ -645,9 +594,8 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
     states = None if first_readable is None else read_states(first_readable).states
     if not isinstance(states, Mapping):
         raise CheckpointDamaged(
-            f"{first_readable or folder} has no states of a model, which are in files "
-            "*_model_states.pt: it is not whole. Nothing has been loaded. Copy what is missing "
-            "from where it was saved, or load another checkpoint."
+            f"{first_readable or folder} has no states of a model (*_model_states.pt). Nothing has "
+            "been loaded. Copy what is missing from where it was saved, or load another checkpoint."
         )
     # Without `ranks_there` another program saved it: which files are on other nodes is not known.
     if ranks_there or not engine.use_node_local_storage():
@@ -657,37 +605,17 @@ def _check_checkpoint(engine: Any, folder: Path, ranks_there: Collection[int]) -
 
 def _check_ranks(folder: Path, engine: Any, saved_by: Any, ranks_there: Collection[int]) -> None:
     """Refuse missing or extra ranks, which DeepSpeed reports by internal names or an assertion."""
-    # Only at stage 3 each rank has a file of model states.
-    saved_kinds = {
-        kind: {path.name.rpartition("zero_pp_rank_")[2].partition("_")[0] for path in paths}
-        for kind in ("model", "optim")
-        if (paths := [*folder.glob(f"*zero_pp_rank_*_mp_rank_00_{kind}_states.pt")])
-    }
-    if engine.zero_optimization_stage() == 0 or not saved_kinds:
+    files = CheckpointFiles.of(folder)
+    if engine.zero_optimization_stage() == 0 or not (files.optimizer or files.is_of_stage_3):
         return
-    saved_kinds.setdefault("optim", set())
-    # The model's file tells how many ranks saved it: counted by the files that are there, a missing
-    # file of the last rank would look like a checkpoint of fewer processes.
-    saved_count = saved_by if isinstance(saved_by, int) else len(saved_kinds["optim"])
-    words = {"optim": "optimizer's", "model": "model's"}
-    missing = [
-        f"{words[kind]} states of rank {rank}"
-        for kind, present in sorted(saved_kinds.items(), reverse=True)
-        for rank in sorted(ranks_there or range(saved_count))
-        if str(rank) not in present
-    ]
-    if missing:
-        raise CheckpointDamaged(
-            f"{folder} was saved by {saved_count} processes, and the {', '.join(missing)} are "
-            "missing: a part of every weight is in them. Nothing has been loaded. Copy them from "
-            "where it was saved, or load another checkpoint."
-        )
+    # By the model's file: files that are there would hide that the last rank's is missing.
+    saved_count = saved_by if isinstance(saved_by, int) else len(files.optimizer)
+    files.check_ranks(ranks_there or range(saved_count), saved_count)
     if saved_count != int(engine.dp_world_size):
         raise ConfigError(
             f"The checkpoint {str(folder)!r} is of {saved_count} processes, and this run has "
-            f"{int(engine.dp_world_size)}: DeepSpeed's parts fit only as many as wrote them. Run "
-            f"as many, or take the weights alone (nbaccel to-fp32 {folder.parent} OUT), or "
-            "convert it with python -m deepspeed.checkpoint.ds_to_universal."
+            f"{int(engine.dp_world_size)}. Run as many, take the weights alone (nbaccel to-fp32 "
+            f"{folder.parent} OUT), or convert it by ds_to_universal."
         )
 
 

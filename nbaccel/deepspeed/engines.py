@@ -1,11 +1,7 @@
 """Making DeepSpeed's engine, driving it, and what a training loop holds of it.
 
-input, output   floating-point inputs take the engine's format, outputs come back as float32,
-                as with every other strategy here
-generate        keeps ranks in step where weights are in shards
-quiet           no dozen lines of DeepSpeed's log, unless the configuration turns them on
-memory          what is freed goes back to the system where that matters
-shards          models that are cut one parameter at a time, layers that are gathered as one
+Floating-point inputs take the engine's format, and outputs come back as float32, as with every
+other strategy here.
 
 [Note: when it steps] DeepSpeed's engine must be told, before a backward pass, whether it ends a
 group of accumulated batches, and reduces gradients in it. The step itself is taken when the loop
@@ -141,13 +137,9 @@ def _keep_in_step(module: nn.Module) -> None:
     module.generate = in_step  # type: ignore[assignment]
 
 
-# ------------------------------------------------------------------------------ shards
-
-
 def shard_in_turn(model: nn.Module, zero_config: ZeroConfig) -> None:
     """Cut a model into shards, one parameter after the other; a collective."""
-    # An engine would first cast the whole model in every process, and only then cut it. Nothing
-    # happens to a model whose weights are not mapped from files, or that is cut already.
+    # An engine would cast a whole model in every process, before it cuts it; for mapped ones.
     from deepspeed import zero
 
     parameters = [p for p in model.parameters() if not local_shards.is_partitioned(p)]
@@ -200,22 +192,19 @@ def fetch_together(model: nn.Module, class_names: str) -> None:
     if missing_names:
         raise ConfigError(
             f"transformer_moe_cls_names={class_names!r}: {type(model).__name__} has no layer of "
-            f"class {', '.join(missing_names)}. Its experts would be fetched one by one, which can "
-            f"hang. It has {', '.join(sorted(classes))}."
+            f"class {', '.join(missing_names)}. It has {', '.join(sorted(classes))}."
         )
     set_z3_leaf_modules(model, [classes[class_name] for class_name in names])
 
 
-# ------------------------------------------------------------------------------ freed memory
-# glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_THRESHOLD):
-# gradients and gathered parameters are freed in each step, and the system counts more than there
-# are tensors. Other C libraries return what is freed, and nothing is changed there.
+# glibc keeps freed blocks of up to 32 MiB in its heaps (``mallopt(3)``, M_MMAP_THRESHOLD), such as
+# gradients and gathered parameters. Other C libraries return them, and nothing is changed there.
 
 # The number is in glibc's malloc.h, which Python does not expose.
 _M_MMAP_THRESHOLD = -3
+# Bytes from which a freed block is returned: above activations of small models, since to get many
+# small ones again takes time, and below gradients of large ones.
 _RETURNED_FROM = 1 << 20
-"""Bytes from which a block is returned when it is freed. To get it again takes time, more for many
-small ones: activations of small models are below, gradients of large ones above."""
 
 
 def return_all() -> None:
@@ -236,33 +225,23 @@ def _call_glibc(name: str, *arguments: Any) -> None:
         getattr(program, name)(*arguments)
 
 
-# ------------------------------------------------------------------------------ which engine
-
-
 def drive_of_loss(loss: torch.Tensor, drives: Sequence[Drive]) -> Drive:
     """The engine whose model made a loss."""
     training = [drive for drive in drives if drive.can_train]
     if not training:
         raise ConfigError(
-            f"backward(loss={float(loss.detach())}) has no engine to go through: {len(drives)} "
-            "prepared model(s), none with an optimizer. Prepare the model and its optimizer in one "
-            "call."
+            f"backward(loss={float(loss.detach())}) has no engine: none of {len(drives)} prepared "
+            "model(s) has an optimizer. Prepare the model and its optimizer in one call."
         )
-    # In most runs there is one, and the graph need not be walked: that costs Python time for each
-    # of its nodes, in every backward pass.
-    if len(training) == 1:
-        return training[0]
-    found = [drive for drive in training if drive.ran]
-    if len(found) > 1:
-        found = _in_graph(loss, found)
+    # Walking the graph costs Python time for each node, in every backward pass.
+    found = training if len(training) == 1 else _in_graph(loss, training)
     if len(found) == 1:
         return found[0]
     names = ", ".join(type(drive.engine.module).__name__ for drive in found or training)
     raise ConfigError(
         f"backward(loss={float(loss.detach())}) comes from {len(found)} of {len(training)} engines "
-        f"({names}). Each engine reduces its own gradients, in a backward pass of its own. Call "
-        "backward once for each model, with the others' outputs detached, or put the models in one "
-        "module."
+        f"({names}), each with a backward pass of its own. Call backward once for each model, with "
+        "the others' outputs detached, or put the models in one module."
     )
 
 
@@ -296,28 +275,23 @@ def drive_of_parameters(parameters: Iterable[torch.Tensor], drives: Sequence[Dri
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"clip_grad_norm_ got {len(ids)} parameter(s) of {len(found)} engines. DeepSpeed clips "
-            "what one engine has reduced. Give the parameters of one prepared model."
+            f"clip_grad_norm_ got {len(ids)} parameter(s) of {len(found)} engines, and clips those "
+            "of one. Give the parameters of one prepared model."
         )
     return found[0]
-
-
-# ------------------------------------------------------------------------------ driving one
 
 
 class _EngineProxy:
     """The engine's optimizer or schedule, in place of the object that was prepared."""
 
-    _name_in_engine: ClassVar[str]
-    """The engine's attribute with the object whose attributes are read where this one has none."""
+    _name_in_engine: ClassVar[str]  # the attribute with the object inside
 
     def __init__(self, drive: Drive) -> None:
         # The constructor of `Optimizer` is not called: it would make a second state and groups.
         self._drive = drive
 
     def __getattr__(self, name: str) -> Any:
-        # Without this, an object made without its constructor, as `copy` makes it, would recurse
-        # without end.
+        # An object made without its constructor, as by `copy`, would recurse without end.
         if name == "_drive":
             raise AttributeError(f"{type(self).__name__} has no {name!r} before it is made")
         return getattr(getattr(self._drive.engine, self._name_in_engine), name)
@@ -345,9 +319,8 @@ class EngineOptimizer(_EngineProxy, Optimizer):
         """Take the step that the last backward pass of a group is due."""
         if closure is not None:
             raise ConfigError(
-                f"step(closure={closure!r}) is not supported with DeepSpeed: its engine reduces "
-                "gradients in the backward pass and would not see those of the closure. Use an "
-                "optimizer that needs none, or train without DeepSpeed."
+                f"step(closure={closure!r}) is not supported with DeepSpeed, whose backward pass "
+                "reduces gradients. Use an optimizer that needs none, or train without DeepSpeed."
             )
         self._drive.warn_if_held_back()
         self._drive.step()
@@ -371,16 +344,15 @@ class EngineOptimizer(_EngineProxy, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refused: a part means nothing without the others."""
         raise ConfigError(
-            f"load_state_dict got {len(state_dict)} entries for an optimizer that DeepSpeed keeps "
-            "in shards: they belong to the weights of the same checkpoint. Use "
-            "accelerator.save_state and load_state."
+            f"load_state_dict got {len(state_dict)} entries for an optimizer in shards, which "
+            "belong to one checkpoint. Use accelerator.save_state and load_state."
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the engine's parameters are laid out when it is made."""
         raise ConfigError(
             f"add_param_group of {len(param_group.get('params', ()))} parameter(s) comes too late: "
-            "DeepSpeed lays its shards out when the model is prepared. Add it before `prepare`."
+            "DeepSpeed's shards are laid out. Add it before `prepare`."
         )
 
     def __reduce__(self) -> Any:
@@ -405,17 +377,13 @@ class Drive:
     """Drives one engine, made of a module that was what `before` says."""
 
     def __init__(
-        self, engine: Any, folders: Claim, loss_troubles: Troubles, norm: Any, before: Remembered
+        self, engine: Any, folders: Claim, made_in: str | None, norm: Any, before: Remembered
     ) -> None:
         self.engine = engine
-        self.ran = False  # whether a forward pass is waiting for its backward pass
         # See [Note: when it steps]: a forward pass must see the weights of the step that is due.
-        self._hooks = [
-            engine.register_forward_pre_hook(lambda *_: self.step()),
-            engine.register_forward_hook(self._note_run),
-        ]
+        self._hook = engine.register_forward_pre_hook(lambda *_: self.step())
         self._claimed = folders
-        self._troubles = loss_troubles
+        self._troubles = Troubles(engine, made_in)
         # What the configuration has; "auto" is no norm that could contradict a call.
         self._clipping = float(norm) if isinstance(norm, (int, float)) else None
         self._before = before
@@ -428,9 +396,8 @@ class Drive:
     def __reduce__(self) -> Any:
         """Refused, also for what refers to it: an engine is one process's part of a whole."""
         raise TypeError(
-            f"what holds a {type(self.engine).__name__} (an engine's optimizer, its schedule, an "
-            "Accelerator) cannot leave its process. Take accelerator.get_state_dict(model), or "
-            "numbers such as optimizer.param_groups[0]['lr']"
+            f"what holds a {type(self.engine).__name__} (an Accelerator) cannot leave its process. "
+            "Take get_state_dict(model), or numbers such as optimizer.param_groups[0]['lr']"
         )
 
     @property
@@ -454,8 +421,7 @@ class Drive:
         if unknown := options.keys() - {"retain_graph"}:
             raise ConfigError(
                 f"backward({', '.join(f'{name}={options[name]!r}' for name in sorted(unknown))}) "
-                "has an argument that DeepSpeed's engine does not take, and would fail in it. "
-                "Leave it out; retain_graph is the only one."
+                "would fail in DeepSpeed's engine. Leave it out; retain_graph is the only argument."
             )
         self.step()
         sync = sync if self._forced is None else self._forced
@@ -463,13 +429,8 @@ class Drive:
         self._troubles.see_loss(loss)
         # The Accelerator has divided the loss by the number of accumulated batches already.
         self.engine.backward(loss, scale_wrt_gas=False, **options)
-        self.ran = False
         self._due = sync
         self._held_back = self._forced is False
-
-    def _note_run(self, *_: Any) -> None:
-        # An evaluation's forward pass has no backward pass to come.
-        self.ran = self.ran or torch.is_grad_enabled()
 
     def warn_if_held_back(self) -> None:
         """Say once that a step asked for after `no_sync` is none."""
@@ -488,8 +449,7 @@ class Drive:
         """Take the step that is due, if one is."""
         if not self._due:
             return
-        # Before the step: one that raises must not be taken again by a hook or when models are
-        # released.
+        # First: one that raises must not be taken again by a hook or when models are released.
         self._due = False
         self.was_skipped = self._troubles.step()
         self._norm = self.engine.get_global_grad_norm()
@@ -511,8 +471,7 @@ class Drive:
                 with self._clipping_at(max_norm):
                     self.step()
             else:
-                # At stage 0 in float32 torch's optimizer steps, and the engine would clip before
-                # it without keeping the norm: it is clipped here, and not once more there.
+                # At stage 0 in float32 the engine would clip without keeping the norm.
                 parameters = self.engine.module.parameters()
                 gradient_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
                 with self._clipping_at(0.0):
@@ -523,8 +482,7 @@ class Drive:
 
     def end(self, *, is_alone: bool) -> None:
         """Destroy the engine; a process that is alone has all of the module, and restores it."""
-        for handle in self._hooks:
-            handle.remove()
+        self._hook.remove()
         if is_alone:
             take_back(self.engine.module, self._before)
             self._claimed.release()
@@ -535,8 +493,7 @@ class Drive:
     @contextlib.contextmanager
     def _clipping_at(self, max_norm: float) -> Iterator[None]:
         """A block in which steps clip at this norm; those of a loop without the call do not."""
-        # DeepSpeed has no public function for it: the engine reads its configuration, and its own
-        # optimizers hold a copy of the value.
+        # Without a public function: the engine's configuration, and its optimizers' copies of it.
         holders = {library.engine_settings(self.engine): "gradient_clipping"}
         if hasattr(self.engine.optimizer, "clip_grad"):
             holders[self.engine.optimizer] = "clip_grad"
@@ -550,11 +507,9 @@ class Drive:
                 setattr(holder, name, norm_before)
 
 
-# ------------------------------------------------------------------------------ troubles
 # DeepSpeed's and transformers' troubleshooting guides; each message names the key to change.
 
-PATIENCE = 5
-"""Steps in a row without a number, or skipped at the lowest loss scale, before it is given up."""
+PATIENCE = 5  # steps in a row without a number, or skipped at the lowest loss scale
 
 
 class Troubles:
@@ -585,8 +540,7 @@ class Troubles:
             raise TrainingDiverged(self._scale_text("is as low as it may be")) from error
         # Without ZeRO and in float32 the optimizer is torch's, which has no `overflow`.
         was_skipped = bool(getattr(self._engine.optimizer, "overflow", False))
-        # DeepSpeed's step has waited for the device already, to look for overflow: reading the
-        # value here costs nothing more.
+        # DeepSpeed's step has waited for the device already: reading this costs nothing more.
         is_bad = self._bad is not None and bool(self._bad.item())
         self._bad = None
         self._bad_steps = self._bad_steps + 1 if is_bad else 0
@@ -603,36 +557,30 @@ class Troubles:
         return was_skipped
 
     @property
+    def _scaler(self) -> Any:
+        return getattr(self._engine.optimizer, "loss_scaler", None) if self._in_fp16 else None
+
+    @property
     def _at_floor(self) -> bool:
-        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        if not self._in_fp16 or loss_scaler is None:
-            return False
         # Only DeepSpeed's dynamic scaler has `min_scale`.
-        return bool(loss_scaler.cur_scale <= max(getattr(loss_scaler, "min_scale", 1), 1))
+        least = max(getattr(self._scaler, "min_scale", 1), 1)
+        return self._scaler is not None and bool(self._scaler.cur_scale <= least)
 
     def _scale_text(self, event: str) -> str:
-        loss_scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        scale = getattr(loss_scaler, "cur_scale", "?")
         return (
-            f"Every step overflows in float16: the loss scale {scale} {event} "
-            f"(fp16.min_loss_scale), after {self._engine.skipped_steps} skipped steps, so that "
-            f"nothing is trained. {self._remedy(True)}"
+            f"The loss scale {self._scaler.cur_scale} {event} (fp16.min_loss_scale), after "
+            f"{self._engine.skipped_steps} skipped steps: nothing is trained. {self._remedy(True)}"
         )
 
     def _remedy(self, was_skipped: bool) -> str:
         if not self._in_fp16:
             return (
                 f"{'The step was skipped' if was_skipped else 'The weights are invalid by now'}. "
-                "Set a lower optimizer.params.lr, a smaller gradient_clipping, or "
-                "scheduler.params.warmup_num_steps, and look for NaN or infinity in the inputs."
+                "Set a lower optimizer.params.lr or gradient_clipping, or a warm-up, and look for "
+                "NaN in the inputs."
             )
-        cause = "float16 holds numbers up to 65504 only."
-        if self._made_in == "bfloat16":
-            cause = (
-                "The model's weights were made in bfloat16 and train in float16, whose largest "
-                "number is 65504: activations overflow."
-            )
+        made = "The weights were made in bfloat16. " * (self._made_in == "bfloat16")
         return (
-            f'{cause} Set "bf16": {{"enabled": true}} in place of "fp16", or a lower '
-            "optimizer.params.lr, or a smaller gradient_clipping."
+            f'{made}float16 holds numbers up to 65504 only. Set "bf16": {{"enabled": true}} in '
+            'place of "fp16", or a lower optimizer.params.lr, or a smaller gradient_clipping.'
         )

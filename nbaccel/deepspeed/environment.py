@@ -5,10 +5,9 @@
     group       made here, on that store: DeepSpeed finds it and makes none itself, so no port is
                 ever chosen first and bound later
 
-All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order.
-They are made for scripts, which end: in a notebook engines stay registered, lists keep modules
-alive, DeepSpeed's wrapper of torch's process group outlives the group, and transformers goes on
-training with DeepSpeed because a variable says so.
+All of it, and what DeepSpeed, Accelerate and transformers add, is undone in the opposite order:
+else engines and modules stay alive, DeepSpeed's wrapper outlives torch's process group, and
+transformers goes on training with DeepSpeed because a variable says so.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -56,7 +55,7 @@ def _check_gpu(index: int) -> None:
         no_gpu = f"no GPU ({machine.gpu_note})" if machine.gpu_note else "no GPU"
         raise ConfigError(
             f'device="cuda:{index}" is not there: CUDA shows this process {listed or no_gpu}. '
-            f"DeepSpeed would fail. Use {'one of these' if listed else 'device=' + repr('cpu')}."
+            f"Use {'one of these' if listed else 'device=' + repr('cpu')}."
         )
 
 
@@ -68,8 +67,8 @@ _ALONE = {
     **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"), "1"),
 }
 """What these variables hold in a process that is alone."""
-# With the first three, torch or Accelerate would look for a launcher that is not there; with the
-# last DeepSpeed would make shared memory of 66 MiB, and leave it: see `plan.topology`.
+# By the first three torch or Accelerate would look for a launcher; by the last DeepSpeed would make
+# 66 MiB of shared memory, and leave it: see `plan.topology`.
 _UNSET_VARIABLES = (
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "FORK_LAUNCHED"),
     "LOCAL_SIZE",
@@ -100,10 +99,7 @@ class DeepSpeedEnvironment:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Undo everything. Closing again does nothing.
-
-        Engines that are still alive are destroyed, the process group ends, variables are as before.
-        """
+        """Destroy engines, end the process group, restore variables; again it does nothing."""
         # A forked child has a copy; group, store and variables are its parent's to end.
         if self.closed or os.getpid() != self._pid:
             return
@@ -115,10 +111,7 @@ class DeepSpeedEnvironment:
 
     def __enter__(self) -> Self:
         if self.closed:
-            raise UnsafeMoment(
-                f"{self!r} was closed, and its port is gone. Call deepspeed_environment() again: "
-                "each call makes a new one."
-            )
+            raise UnsafeMoment(f"{self!r} was closed. Call deepspeed_environment() again.")
         self.is_block = True
         return self
 
@@ -130,8 +123,7 @@ class DeepSpeedEnvironment:
         return f"<DeepSpeedEnvironment {self.device}, {self.backend}, {text}>"
 
 
-_OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()
-"""The one in force, if any: a cell that is run again closes it."""
+_OPEN_ENVIRONMENTS: set[DeepSpeedEnvironment] = set()  # the one in force, if any
 
 
 def deepspeed_environment(
@@ -172,10 +164,7 @@ def deepspeed_environment(
     __tracebackhide__ = True
     wanted_kind, gpu_index = _read_device(device)
     if timeout_s <= 0:
-        raise ConfigError(
-            f"timeout_s={timeout_s} is not positive: every collective would fail at once. Use 600, "
-            "for example."
-        )
+        raise ConfigError(f"timeout_s={timeout_s} is not positive: all would fail. Use 600.")
     _close_current()
     _check_launcher(env.snapshot())
     _check_group()
@@ -194,9 +183,6 @@ def deepspeed_environment(
         stack.callback(tear_down, observe())
         deepspeed = library.load_module("deepspeed", why="deepspeed_environment()")
         kind = _chosen_device(deepspeed, wanted_kind)
-        # One that was asked for has been looked at before DeepSpeed was imported.
-        if kind == "cuda" and wanted_kind is None:
-            _check_gpu(gpu_index)
         library.ready_to_build(kind)
         backend_name = str(deepspeed.accelerator.get_accelerator().communication_backend_name())
         # The store owns the descriptor from here on, so the socket must not close it.
@@ -222,8 +208,7 @@ def _environment_variables(kind: str | None, gpu_index: int, port: int) -> dict[
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
         "MASTER_ADDR": _LOOPBACK_ADDRESS,
         "MASTER_PORT": str(port),
-        # Groups open further ports, on the interface of the machine's name unless these name
-        # another.
+        # Groups open ports on the interface of the machine's name unless these name another.
         "GLOO_SOCKET_IFNAME": env.read("GLOO_SOCKET_IFNAME") or "lo",
         "NCCL_SOCKET_IFNAME": env.read("NCCL_SOCKET_IFNAME") or "lo",
         "PATH": library.path_with_ninja(),
@@ -235,12 +220,11 @@ def _environment_variables(kind: str | None, gpu_index: int, port: int) -> dict[
 
 def _close_current() -> None:
     for environment in tuple(_OPEN_ENVIRONMENTS):
-        # A block's owner still works in it; one of a plain call belongs to an earlier run of a
-        # cell.
+        # A block's owner still works in it; a plain call belongs to an earlier run of a cell.
         if environment.is_block:
             raise UnsafeMoment(
-                f"{environment!r} is in force, from a `with` block that has not ended. A "
-                "process has one environment at a time. Use that one, or leave the block first."
+                f"{environment!r} is in force, from a `with` block that has not ended, and a "
+                "process has one at a time. Use that one, or leave the block first."
             )
         environment.close()
 
@@ -252,9 +236,8 @@ def _check_launcher(environ: Mapping[str, str]) -> None:
     if found:
         raise UnsafeMoment(
             "A launcher's environment is here already: "
-            f"{', '.join(f'{name}={environ[name]}' for name in found)}. This process would be cut "
-            "off from the others. In a launched process leave deepspeed_environment() out; in a "
-            f"notebook they are left over: unset {', '.join(found)} first."
+            f"{', '.join(f'{name}={environ[name]}' for name in found)}. In a launched process "
+            f"leave deepspeed_environment() out; in a notebook unset {', '.join(found)} first."
         )
 
 
@@ -264,10 +247,9 @@ def _check_group() -> None:
         module = sys.modules["torch.distributed"]
         name = "torch.distributed" if owner is module else "deepspeed.comm"
         raise UnsafeMoment(
-            f"This process has a process group already: {module.get_backend()}, rank "
-            f"{module.get_rank()} of {module.get_world_size()}. DeepSpeed would train in it, and "
-            "nothing would end it. Either use DeepSpeed in it without deepspeed_environment(), or "
-            f"end it first: {name}.destroy_process_group()"
+            f"This process has a process group already ({module.get_backend()}, rank "
+            f"{module.get_rank()} of {module.get_world_size()}). Use DeepSpeed without "
+            f"deepspeed_environment(), or end it first: {name}.destroy_process_group()"
         )
 
 
@@ -276,9 +258,8 @@ def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
     device_kind = str(deepspeed.accelerator.get_accelerator().device_name())
     if wanted_kind not in (None, device_kind):
         raise UnsafeMoment(
-            f"device={wanted_kind!r} comes too late: DeepSpeed was imported before and has "
-            f"settled on {device_kind} for the life of this process. Restart the kernel and call "
-            f"deepspeed_environment(device={wanted_kind!r}) before DeepSpeed is imported."
+            f"device={wanted_kind!r} comes too late: DeepSpeed has settled on {device_kind}. "
+            "Restart the kernel, and call this before DeepSpeed is imported."
         )
     return device_kind
 
@@ -286,9 +267,8 @@ def _chosen_device(deepspeed: ModuleType, wanted_kind: str | None) -> str:
 def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
     import torch.distributed as dist
 
-    # Its functions have the default group, as it is at the moment of this import, as a default
-    # argument, and would keep it, with its port and threads, for ever (torch 2.13). Here there is
-    # none yet.
+    # Its functions keep the default group of the moment of this import, with port and threads, for
+    # ever (torch 2.13). Here there is none yet.
     import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=timeout_s)
     # One process: waiting for other workers would wait for ever.
@@ -303,14 +283,10 @@ def _begin_group(name: str, fd: int, port: int, timeout_s: float) -> None:
     dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-# ------------------------------------------------------------------------------ shared by engines
-
-
 class Lease:
-    """One user's claim that engines can be made in this process.
+    """One user's claim that engines can be made: in an environment that ends with the last claim.
 
-    Where there is no process group, an environment of one process is made; it ends with the last
-    claim. In a launched process the variables that DeepSpeed needs are set.
+    In a launched process, which has a group, the variables that DeepSpeed needs are set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -329,8 +305,7 @@ class Lease:
         if shared is None and dist.is_initialized():
             variables = {"PATH": library.ready_to_build(self._device.type)}
             if self._device.type == "cpu":
-                # DeepSpeed reads it once, when it is imported, and would compute on a GPU if it
-                # finds one.
+                # DeepSpeed reads it once, when it is imported; else it would take a GPU.
                 variables["DS_ACCELERATOR"] = env.read("DS_ACCELERATOR") or "cpu"
             env.update(variables)
             return
@@ -346,11 +321,9 @@ class Lease:
                 environment.close()
 
 
-# ------------------------------------------------------------------------------ tearing down
-
 _log = get_logger(__name__)
-# Variables that these libraries set and read themselves: `TrainingArguments(deepspeed=...)` sets
-# ACCELERATE_USE_DEEPSPEED and leaves it there, and the next Trainer would use DeepSpeed unasked.
+# `TrainingArguments(deepspeed=...)` sets ACCELERATE_USE_DEEPSPEED and leaves it there: the next
+# Trainer would use DeepSpeed unasked.
 _VARIABLE_PREFIXES = ("ACCELERATE_", "DEEPSPEED_")
 
 
@@ -370,10 +343,8 @@ def tear_down(state_before: _Before) -> None:
     with contextlib.ExitStack() as steps:  # run from the last to the first, each in any case
         # Last of all: only then do no hooks, lists and groups hold engines and modules any more.
         steps.callback(gc.collect)
-        steps.callback(
-            # None unsets a variable that was not there before.
-            lambda: env.update({**dict.fromkeys(_library_variables()), **variables})
-        )
+        # None unsets a variable that was not there before.
+        steps.callback(lambda: env.update(dict.fromkeys(_library_variables()) | variables))
         # While it holds a ZeRO-3 configuration, every model is made of placeholders.
         steps.callback(library.keep_hf_config_reference, hf_config)
         if not was_set_up:
@@ -396,18 +367,15 @@ def _destroy_engines() -> None:
 def destroy(engine: Any) -> None:
     """Destroy an engine for good."""
     engine.destroy()
-    # Before 0.19 it is called once more when the engine is collected, maybe after the end of the
-    # process group that it then asks for its rank.
+    # Before 0.19 it is called again on collection, maybe when the group it asks is gone.
     engine.destroy = lambda: None
 
 
 def live_engines() -> list[Any]:
     """All engines of this process, also those that no Accelerator made."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    if module is None:
+    if (module := sys.modules.get("deepspeed.runtime.engine")) is None:
         return []
-    # DeepSpeed has no list of its engines; the garbage collector tracks all of them. By type, since
-    # `isinstance` reads `__class__` of each object, and some objects of torch warn then.
+    # DeepSpeed has no list of its engines. By type: objects of torch warn when `__class__` is read.
     return [one for one in gc.get_objects() if issubclass(type(one), module.DeepSpeedEngine)]
 
 
@@ -417,23 +385,10 @@ def forget_modules() -> None:
         # The start of each forward pass appends to it; only the end of a whole one takes away.
         offload.FWD_MODULE_STACK.clear()
     if coordinator := sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator"):
-        # A cache on a method: its keys are the coordinator and the submodules.
+        # A cache on a method, in a decorator without `__wrapped__`, has submodules as its keys.
         for attribute in vars(coordinator.PartitionedParameterCoordinator).values():
-            for function in _cached_inside(attribute):
-                function.cache_clear()
-
-
-def _cached_inside(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Functions with a cache, which may be in the closure of a decorator without `__wrapped__`."""
-    # They are not among the garbage collector's objects in a process that has frozen those.
-    if hasattr(function, "cache_clear"):
-        yield function
-        return
-    # Three levels are more than DeepSpeed's decorators have; a closure may lead back to itself.
-    for cell in (getattr(function, "__closure__", None) or ()) if depth else ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            if callable(cell.cell_contents):
-                yield from _cached_inside(cell.cell_contents, depth - 1)
+            for cell in getattr(attribute, "__closure__", None) or ():
+                getattr(cell.cell_contents, "cache_clear", bool)()
 
 
 def _end_groups() -> None:
@@ -458,9 +413,8 @@ def forget_groups() -> None:
 
 def _group_backends() -> list[Any]:
     """The C++ side of all groups, as Python holds it."""
-    # ~ProcessGroupGloo joins a thread that may be waiting for the GIL to drop a finished work. Run
-    # from the destructor of a ProcessGroup it holds the GIL itself: a deadlock. The handles given
-    # here release the GIL before they destruct, so they must be the last to go.
+    # ~ProcessGroupGloo joins a thread that may wait for the GIL, which a ProcessGroup's destructor
+    # holds: a deadlock. The handles given here release the GIL first, so they must go last.
     # Where there is a group, torch is loaded; everywhere else this module does without it.
     from nbaccel.base import torch_private
 

@@ -27,13 +27,17 @@ from nbaccel.deepspeed.checking import check_config, combination_mistakes
 from nbaccel.deepspeed.schema import deepspeed_schema, misspelt_keys
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, auto_keys
 from nbaccel.deepspeed.zero_memory import OPTIMIZER_PLACE, PARAM_PLACE
-from nbaccel.memory import settings_form
 from nbaccel.memory.estimate import MemoryEstimate, Shape
-from nbaccel.memory.settings_form import ChoiceOption, Edit, FilledConfig, Setting, StatePlacement
+from nbaccel.memory.settings_form import (
+    ChoiceOption,
+    Edit,
+    FilledConfig,
+    Setting,
+    StatePlacement,
+    TrainingWay,
+)
 from nbaccel.plan import Inventory, Plan
 from nbaccel.plan.launch_plan import Choice
-
-# ------------------------------------------------------------------------------ keys as choices
 
 OVERLAP = f"{ZERO}.overlap_comm"
 _LABELS = {
@@ -124,8 +128,6 @@ def _of_key(key: str, place: str, field: FieldInfo) -> Setting:
     )
 
 
-# ------------------------------------------------------------------------------ ways to train
-
 FORM_PLACEMENTS = (
     StatePlacement(1),
     StatePlacement(2),
@@ -137,13 +139,10 @@ FORM_PLACEMENTS = (
 )
 """Those that a form shows."""
 _PLACE_WORDS = {"cpu": "the CPU", "nvme": "disk"}
-_LOWERED = (10**8, 10**7)
-"""What `LOWERED_KEYS` are set to, one after the other, where DeepSpeed's 1e9 needs too much."""
+_LOWERED = (10**8, 10**7)  # for `LOWERED_KEYS`, where DeepSpeed's 1e9 needs too much
 LOWERED_KEYS = ("sub_group_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
-_USUAL_BUCKET = 5 * 10**8
-"""DeepSpeed's default, in elements; it is reserved on a GPU however small the model is."""
-_LEAST_BUCKET = 2**16
-"""A smaller one would mean a collective for few gradients."""
+_USUAL_BUCKET = 5 * 10**8  # DeepSpeed's, reserved on a GPU for any model
+_LEAST_BUCKET = 2**16  # A smaller one would mean a collective for few gradients
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),
@@ -172,17 +171,15 @@ def put_place(settings: dict[str, Any], key: str, place: str | None, folder: str
 
 def engine_refusal(config: RunConfig) -> str:
     """Why DeepSpeed's engine cannot train a run: a clause; empty where it can."""
-    row = strategy_row("deepspeed")
     if missing := DeepSpeedForm().missing_library:
         return missing
-    if precision_row(config.mixed_precision).has_backends:
-        backend = fp8_backend("" if config.fp8 is None else config.fp8.backend).row
-        if backend is None or not strategy_fits(row, backend):
-            name = "" if backend is None else f" by the backend {backend.name}"
-            return f"DeepSpeed's engine does not train in fp8{name}"
-    elif config.mixed_precision not in row.precisions:
-        return f"DeepSpeed's engine does not train in {config.mixed_precision}"
-    return ""
+    precision = precision_row(config.mixed_precision)
+    asked = "" if config.fp8 is None else config.fp8.backend
+    backend = fp8_backend(asked).row if precision.has_backends else None
+    if strategy_fits(strategy_row("deepspeed"), backend or precision):
+        return ""
+    name = f" by the backend {backend.name}" if backend else ""
+    return f"DeepSpeed's engine does not train in {config.mixed_precision}{name}"
 
 
 def name_of(placement: StatePlacement) -> str:
@@ -233,8 +230,6 @@ def _placed(
     )
 
 
-# ------------------------------------------------------------------------------ the form
-
 _STAGE_OF_PARAMETERS = 3  # it shards the parameters, too
 _PLACE_CONTENTS = {OPTIMIZER_PLACE: "optimizer state", PARAM_PLACE: "parameters"}
 _STAND_INS = {"optimizer.type": "DummyOptim", "scheduler.type": "DummyScheduler"}
@@ -249,17 +244,17 @@ _FILLED_LATER = dict.fromkeys(
 )
 
 
-class DeepSpeedForm(settings_form.SettingsForm):
+class DeepSpeedForm:
     """The ZeRO stage, offloading, and every key that `ZeroConfig` names."""
 
     title = "ZeRO and DeepSpeed"
-    file_name = "DeepSpeed JSON"
+    file_name = "DeepSpeed JSON"  # of the language that can be copied
     not_chosen = "needs a ZeRO stage: without one DeepSpeed does not train"
-    common = tuple(_LABELS)
-    everyday = (
+    common = tuple(_LABELS)  # names that come first, also of `RunConfig`
+    everyday = (  # names that are shown as soon as DeepSpeed is taken
         *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
         "activation_checkpointing",
-        *(f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param")),
+        *zero_memory.NVME_PATHS,
     )
 
     def settings(self) -> Iterator[Setting]:
@@ -282,6 +277,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
                 yield _of_key(key, place, field)
 
     def key_of(self, field: str) -> str:
+        """Where a setting of `RunConfig` lands in DeepSpeed's configuration."""
         return _KEY_OF_RUN_FIELD.get(field, "")
 
     def is_chosen(self, config: RunConfig) -> bool:
@@ -310,8 +306,8 @@ class DeepSpeedForm(settings_form.SettingsForm):
             return _with_stage(config, value, (before and before.deepspeed) or {})
         if not config.uses_deepspeed:
             raise ConfigError(
-                f"{setting.name}={value!r} is for DeepSpeed, which is off, and would have no "
-                "effect. Choose a ZeRO stage first."
+                f"{setting.name}={value!r} is for DeepSpeed, which is off. Choose a ZeRO stage "
+                "first."
             )
         key = setting.name
         part = key.partition(".")[0]
@@ -334,11 +330,11 @@ class DeepSpeedForm(settings_form.SettingsForm):
 
     def check(self, config: RunConfig, device: str) -> None:
         settings = ZeroConfig.from_dict(engine_config(config) or {})
-        # What the device cannot do is asked of DeepSpeed, which takes seconds to import: that is
-        # checked when the run is launched.
+        # What the device cannot do is asked of DeepSpeed, in seconds, when the run is launched.
         refuse_mistakes(combination_mistakes(settings))
 
     def option_refusal(self, config: RunConfig, setting: Setting, value: Any) -> str:
+        """Why an option cannot be taken: a clause; empty where it can."""
         if value is None:
             return ""
         if setting.name == "zero_stage":
@@ -365,20 +361,21 @@ class DeepSpeedForm(settings_form.SettingsForm):
         for_stage_3 = (f"{ZERO}.stage3_", f"{ZERO}.offload_param.")
         if key.startswith(for_stage_3) and config.zero_stage < _STAGE_OF_PARAMETERS:
             return f"for stage 3 only: the stage is {config.zero_stage}"
-        if key.startswith(f"{ZERO}.offload_optimizer."):
-            return "" if _place_of(config, OPTIMIZER_PLACE) else "optimizer state is on the device"
-        if key.startswith(f"{ZERO}.offload_param."):
-            return "" if _place_of(config, PARAM_PLACE) else "parameters are on the device"
+        for place_key, content in _PLACE_CONTENTS.items():
+            section = place_key.removesuffix("device")
+            if key.startswith(section) and not _place_of(config, place_key):
+                return f"{content}: on the device"
         return ""
 
     def is_shown(self, config: RunConfig, setting: Setting) -> bool:
-        """See :meth:`SettingsForm.is_shown`: folders mean something where something is on disk."""
+        """Whether a choice means anything: folders do where something is on disk."""
         section, _, name = setting.name.rpartition(".")
         return name != "nvme_path" or _place_of(config, f"{section}.device") == "nvme"
 
     def filled_in(
         self, config: RunConfig, plan: Plan | None, module: Any, sample_batch: Any
     ) -> FilledConfig:
+        """Fill in ``"auto"`` where the run, the model or the batch decides it."""
         document = engine_config(config)
         if document is None:
             return FilledConfig(None)
@@ -397,14 +394,12 @@ class DeepSpeedForm(settings_form.SettingsForm):
             resolved, reasons = resolve_decided(document, facts=facts, run=config, model=module)
         except ConfigError as error:
             return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
-        # Written into the document itself, which keeps the order and form that the user wrote.
-        filled = copy.deepcopy(document)
+        # Into the document itself, which keeps the order and form that the user wrote.
         decided = resolved.config.to_dict()
-        for key in auto_keys(document):
-            if key not in reasons:
-                put_at(filled, key, value_at(decided, key))
+        for key in [key for key in auto_keys(document) if key not in reasons]:
+            put_at(document, key, value_at(decided, key))
         later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
-        return FilledConfig(filled, (*resolved.choices, *later))
+        return FilledConfig(document, (*resolved.choices, *later))
 
     def batch_size(self, document: Mapping[str, Any]) -> int | None:
         size = document.get("train_micro_batch_size_per_gpu")
@@ -427,7 +422,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
         on_host: bool,
         can_checkpoint: bool,
         placements: tuple[StatePlacement, ...] = FORM_PLACEMENTS,
-    ) -> Iterator[settings_form.TrainingWay]:
+    ) -> Iterator[TrainingWay]:
         refusal = engine_refusal(config)
         folder = next(map(str, zero_memory.nvme_folders(config.deepspeed)), "")
         for placement in placements:
@@ -437,7 +432,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
             way_refusal = refusal
             if placement.uses_disk and not (folder or refusal):
                 way_refusal = "needs a folder on a fast disk: give offload_optimizer.nvme_path"
-            yield settings_form.TrainingWay(
+            yield TrainingWay(
                 name=name_of(placement),
                 configs=_variants(config, placement, shape, folder, can_checkpoint=can_checkpoint),
                 placement=placement,
@@ -452,10 +447,7 @@ class DeepSpeedForm(settings_form.SettingsForm):
         self, settings: Mapping[str, Any], config: RunConfig, inventory: Inventory
     ) -> tuple[RunConfig, tuple[str, ...]]:
         if self.missing_library:
-            note = (
-                "DeepSpeed is not installed: keys were compared with those that nbaccel knows, "
-                "which are not all."
-            )
+            note = "DeepSpeed is not installed: of its keys only those of nbaccel's were compared."
             mistakes = [*misspelt_keys(zero_config.old_forms(settings)[0])]
             try:
                 document = ZeroConfig.from_dict(settings).to_dict()
@@ -471,13 +463,13 @@ class DeepSpeedForm(settings_form.SettingsForm):
         if settings and not schema.sections[""] & {*map(str, settings)}:
             raise ConfigError(
                 f"DeepSpeed {schema.version} has none of these keys, and RunConfig has none of "
-                f"these settings: {first_few([*map(str, settings)], 4)}. They would be ignored. "
-                'Give a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example, '
-                "or a RunConfig."
+                f"these settings: {first_few([*map(str, settings)], 4)}. Give a configuration of "
+                'DeepSpeed, {"zero_optimization": {"stage": 2}}, or a RunConfig.'
             )
         return config.changed(deepspeed=checked.config.to_dict()), checked.warnings
 
     def is_document(self, settings: Mapping[str, Any]) -> bool:
+        """Whether settings whose names are all those of `RunConfig`, too, are DeepSpeed's."""
         return set(settings) == {"gradient_accumulation_steps"}
 
 

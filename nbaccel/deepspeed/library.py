@@ -1,14 +1,12 @@
 """DeepSpeed itself, imported when first needed, and its C++ operations.
 
-Its greeting to machines without a GPU is left out. It compiles an operation when it is first used,
-inside the training process, silently, for a minute or two, which is said. On a CPU every engine
-loads one, whatever its stage, and torch needs ninja even where it was built long ago. The errors of
-all this come late and name something else, and the lock of a build that was killed makes it wait
-for ever.
+It compiles an operation when it is first used, silently, for a minute or two, which is said. On a
+CPU every engine loads one, and torch needs ninja even where it was built long ago. Errors of all
+this come late and name something else; the lock of a killed build makes it wait for ever.
 
 A CPU worker has ``ACCELERATE_USE_CPU``, without which Hugging Face Accelerate would not find the
-other processes. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP. In
-a worker both hold: the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
+others. Accelerate 1.15 reads it as "no DeepSpeed", too, and silently trains with DDP: in a worker
+the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -44,8 +42,7 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.zero_config import ZeroConfig
 
 
-OLDEST = "0.18.5"
-"""The oldest release that the tests have been run with; `pyproject.toml` declares the same."""
+OLDEST = "0.18.5"  # that the tests have been run with, as `pyproject.toml` declares
 
 
 @contextlib.contextmanager
@@ -106,9 +103,8 @@ def check_version() -> None:
     """Refuse a DeepSpeed that would fail in the middle of a training, without importing it."""
     if version := older_than(OLDEST):
         raise MissingBackend(
-            f"DeepSpeed {version} is installed, and nbaccel works with {OLDEST} and newer: older "
-            "ones leave float32 weights out of checkpoints, and cannot be shut down in a running "
-            f'process. Install a newer one: pip install "deepspeed>={OLDEST}"',
+            f"DeepSpeed {version} is installed, which leaves float32 weights out of checkpoints. "
+            f'Install a newer one: pip install "deepspeed>={OLDEST}"',
             name="deepspeed",
         )
 
@@ -132,10 +128,7 @@ def _installed_version() -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------ building
-
-BUILDER = "deepspeed.ops.op_builder.builder"
-"""The module whose class compiles every operation, however it is used."""
+BUILDER = "deepspeed.ops.op_builder.builder"  # its class compiles every operation
 
 
 def folder() -> Path:
@@ -164,14 +157,8 @@ def is_built(operation_name: str) -> bool:
 
 def change_builder(builder_module: Any) -> None:
     """Let DeepSpeed's builder look for forgotten locks, and print a line before it compiles."""
-    builder_class = builder_module.OpBuilder
-    operation = builder_class.jit_load
-    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
-    if hasattr(operation, "__wrapped__"):
-        return
 
-    @functools.wraps(operation)
-    def built(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def built(operation: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_built(self.name):
             # Flushed at once, since compiling prints nothing for minutes.
             write_notice(f"nbaccel: DeepSpeed compiles {self.name} now, once: a minute or two\n")
@@ -183,10 +170,21 @@ def change_builder(builder_module: Any) -> None:
             write_notice(f"nbaccel: {error}\n")
         return operation(self, *args, **kwargs)
 
-    builder_class.jit_load = built
+    _wrap_once(builder_module.OpBuilder, "jit_load", built)
 
 
-# ------------------------------------------------------------------------------ tools
+def _wrap_once(changed_class: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have a method of a class called by another function, which is given it."""
+    method = getattr(changed_class, name)
+    # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
+    if not hasattr(method, "__wrapped__"):
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(method, *args, **kwargs)
+
+        setattr(changed_class, name, wrapped)
+
 
 _log = get_logger(__name__)
 _CPU_OPERATION = "deepspeed_shm_comm"
@@ -200,8 +198,8 @@ def check_tools(device: str) -> None:
     """Refuse a machine on which every worker would fail when it makes its engine."""
     if not is_installed("deepspeed"):
         raise MissingBackend(
-            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}: workers on "
-            f"{device} could not shard anything. Install it: {install_line('deepspeed')}",
+            f"zero_stage needs DeepSpeed, which is not installed for {sys.executable}. Install it: "
+            f"{install_line('deepspeed')}",
             name="deepspeed",
         )
     check_version()
@@ -211,19 +209,16 @@ def check_tools(device: str) -> None:
 def ready_to_build(device: str) -> str | None:
     """Refuse a machine on which what every engine loads cannot be built; the PATH to build with."""
     search_path = path_with_ninja()
-    # What every engine on a CPU needs.
     if device == "cpu" and _compiler() is None and not is_built(_CPU_OPERATION):
         raise PlatformUnsupported(_no_compiler([_CPU_OPERATION]))
-    # Engines would wait for these without end.
-    remove_forgotten_locks()
+    remove_forgotten_locks()  # engines would wait for these without end
     return search_path
 
 
 def path_with_ninja() -> str | None:
     """The PATH with which ninja is found, and always the same ninja."""
-    # A kernel that was started as ``venv/bin/python`` does not have ``venv/bin`` on its PATH. If it
-    # took the system's ninja, and a shell with the environment activated its own, each would build
-    # again what the other has built: versions of ninja record commands differently.
+    # A kernel started as ``venv/bin/python`` lacks ``venv/bin`` on its PATH; the system's ninja, of
+    # another version, would build again what a shell has built, and the other way round.
     search_path = env.read("PATH")
     # The one that pip installed for this Python, wherever PATH leads.
     beside_python = (str(Path(sys.executable).parent), sysconfig.get_path("scripts"))
@@ -249,16 +244,14 @@ def _compiler() -> list[str] | None:
 
 def _no_compiler(missing_operations: Sequence[str]) -> str:
     return (
-        f"The C++ compiler {(env.read('CXX') or 'c++').split()[0]!r} is not on PATH. DeepSpeed "
-        f"builds {', '.join(missing_operations)} on first use and needs one. Install it: apt-get "
-        "install g++ (or conda install gxx_linux-64); or set CXX to the one you have."
+        f"The C++ compiler {(env.read('CXX') or 'c++').split()[0]!r} is not on PATH, and builds "
+        f"{', '.join(missing_operations)}. Install it (apt-get install g++), or set CXX."
     )
 
 
 def remove_forgotten_locks() -> tuple[Path, ...]:
     """Remove locks that a killed process left in the folders of half-built operations."""
-    # A process that builds keeps the lock open until it has finished; any other waits until it is
-    # gone, silently and without a time limit. Met where a kernel was killed while it compiled.
+    # Whoever builds keeps it open; others wait without end. Met where a kernel was killed.
     forgotten = tuple(filter(_is_forgotten, sorted(folder().glob("*/lock"))))
     for path in forgotten:
         # A warning, since it changes a folder that other environments of this user share.
@@ -270,8 +263,7 @@ def remove_forgotten_locks() -> tuple[Path, ...]:
 
 def _is_forgotten(lock_path: Path) -> bool:
     """Whether the process that made a lock is gone."""
-    # Operations that were built long ago are locked for a moment, too, by each process that loads
-    # them, so one look is not enough: the lock must stay the same one, without a holder.
+    # Loading a built operation locks it for a moment: so it must stay the same, without a holder.
     looks = []
     for _ in range(3):
         try:
@@ -286,9 +278,8 @@ def _is_forgotten(lock_path: Path) -> bool:
     is_same = len({(look.st_ino, look.st_ctime_ns) for look in looks}) == 1
     if is_same and not _would_be_seen(lock_path, looks[0].st_uid):
         raise UnsafeMoment(
-            f"{lock_path} says that a process builds the operation {lock_path.parent.name}, and "
-            "none that can be seen from here does. DeepSpeed would wait for ever. If none does on "
-            f"another machine or as another user, remove it: rm {shlex.quote(str(lock_path))}"
+            f"{lock_path}: no process seen here builds {lock_path.parent.name}, and DeepSpeed "
+            f"would wait for ever. If none does elsewhere: rm {shlex.quote(str(lock_path))}"
         )
     return is_same
 
@@ -316,8 +307,6 @@ def _would_be_seen(path: Path, owner: int) -> bool:
     }
     return not kinds.get(max(kinds, key=len, default=""), "").startswith(_SHARED_FILE_SYSTEMS)
 
-
-# ------------------------------------------------------------------------------ what is needed
 
 # It links against a function of the library: headers alone, without the library, are not enough.
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
@@ -365,18 +354,16 @@ def missing_tools(zero_config: ZeroConfig, *, device: str) -> Iterator[str]:
     # DeepSpeed itself only says "hardware/software issue. None".
     if "async_io" in operations and command is not None and not _links_aio(command):
         yield (
-            f"The library libaio cannot be compiled and linked against here. {text} and "
-            "reads the disk by it. Install it: apt-get install libaio-dev; where it is somewhere "
-            "else, name its folders in CFLAGS (-I) and LDFLAGS (-L)."
+            f"The library libaio does not link here. {text} and reads the disk by it. Install it: "
+            "apt-get install libaio-dev; or name its folders in CFLAGS (-I) and LDFLAGS (-L)."
         )
     if device == "cuda" and any(name.startswith("fused_") for name in operations):
         # torch has looked for it as the build will, without initialising CUDA.
         extension = require("torch.utils.cpp_extension", extra="", why="DeepSpeed's C++ parts")
         if extension.CUDA_HOME is None:
             yield (
-                "The CUDA toolkit with its compiler nvcc is not found: CUDA_HOME is "
-                f"{extension.CUDA_HOME}. {text} and needs it. Install the toolkit of torch's CUDA "
-                "version and set CUDA_HOME, or set optimizer.params.torch_adam to true."
+                f"The CUDA toolkit with nvcc is not found: CUDA_HOME is {extension.CUDA_HOME}. "
+                f"{text} with it. Install it, or set optimizer.params.torch_adam to true."
             )
 
 
@@ -393,7 +380,6 @@ def _links_aio(command: list[str]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------ private parts
 # What stands here was seen in DeepSpeed 0.18.5 to 0.19.8 unless its function says otherwise.
 
 _HP_MAPPING = "_hp_mapping"
@@ -402,8 +388,7 @@ _Z3_OPTIMIZER = "_z3_optimizer"
 
 def check_fp32_copies(engine: Any) -> None:
     """Refuse an engine that keeps its float32 weights elsewhere than the DeepSpeed known here."""
-    # Without these attributes a tensor looks as if ZeRO did not have it in parts: training would
-    # end without an error, and without its float32 weights.
+    # Without them training would end without an error, and without its float32 weights.
     stage = engine.zero_optimization_stage()
     name = _Z3_OPTIMIZER if stage == 3 else _HP_MAPPING
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
@@ -412,9 +397,9 @@ def check_fp32_copies(engine: Any) -> None:
     if not any(hasattr(parameter, name) for parameter in trained):
         version = sys.modules["deepspeed"].__version__
         raise MissingBackend(
-            f"DeepSpeed {version} gives parameters no private attribute {name} at stage {stage}: "
-            "float32 weights that were trained could not be read back. It was there from 0.18.5 to "
-            '0.19.8. Install one of these: pip install "deepspeed>=0.18.5,<=0.19.8"',
+            f"DeepSpeed {version} has no private attribute {name} at stage {stage}: float32 "
+            "weights could not be read back. Install an older one: pip install "
+            '"deepspeed>=0.18.5,<=0.19.8"',
             name="deepspeed",
         )
 
@@ -450,8 +435,7 @@ def engine_settings(engine: Any) -> Any:
 
 def forget_group_references(module: Any) -> None:
     """Empty the lists of groups in ``deepspeed.utils.groups``, which have no public function."""
-    # DeepSpeed's own function is there from 0.19.8 on. In earlier ones nothing but these lists is
-    # made when the module is executed, and other modules look them up in it.
+    # It is there from 0.19.8 on; in earlier ones the module makes nothing but these lists.
     release = getattr(module, "_release_process_group_references", None)
     if release is not None:
         release()
@@ -468,23 +452,21 @@ def removed_keys(reader: Any) -> Mapping[str, str]:
     }
 
 
-_TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
-_HF_CONFIG = "_hf_deepspeed_config_weak_ref"
-"""In transformers 4.30 to 5; only unsetting it is public."""
+TRANSFORMERS_MODULE = "transformers.integrations.deepspeed"
+_HF_CONFIG = "_hf_deepspeed_config_weak_ref"  # transformers 4.30 to 5; unsetting is public
 
 
 def hf_config_reference() -> Any:
     """The weak reference by which transformers decides that models are built in shards."""
-    return getattr(sys.modules.get(_TRANSFORMERS_MODULE), _HF_CONFIG, None)
+    return getattr(sys.modules.get(TRANSFORMERS_MODULE), _HF_CONFIG, None)
 
 
 def keep_hf_config_reference(reference: Any) -> None:
     """Put a reference back that `hf_config_reference` gave; nothing where nothing is loaded."""
-    if (module := sys.modules.get(_TRANSFORMERS_MODULE)) is not None:
+    if (module := sys.modules.get(TRANSFORMERS_MODULE)) is not None:
         setattr(module, _HF_CONFIG, reference)
 
 
-# ------------------------------------------------------------------------------ in a worker
 # Nothing is imported here: classes are changed when the modules that define them are imported.
 
 _USE_CPU = "ACCELERATE_USE_CPU"
@@ -512,18 +494,12 @@ def enter_worker(device: str) -> None:
 
 def _change_state(changed_module: Any) -> None:
     """Let a plugin mean DeepSpeed, although the CPU was asked for."""
-    changed_class = changed_module.AcceleratorState
-    init = changed_class.__init__
-    if hasattr(init, "__wrapped__"):
-        return  # forked from a process that has changed it already
 
-    @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def made(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("deepspeed_plugin") is None or not env.flag(_USE_CPU):
             init(self, *args, **kwargs)
             return
-        # First with `cpu`, so that Accelerate finds the other processes and meets them over gloo;
-        # then without, as only so its state takes the plugin.
+        # With `cpu` Accelerate finds the others, over gloo; only without it the plugin is taken.
         if not training_libraries.accelerate_is_set_up():
             handed_on = kwargs.keys() - _OF_ACCELERATOR
             changed_module.PartialState(True, **{name: kwargs[name] for name in handed_on})
@@ -531,7 +507,7 @@ def _change_state(changed_module: Any) -> None:
         with env.applied({_USE_CPU: None}):
             init(self, *args, **{**kwargs, "cpu": False})
 
-    changed_class.__init__ = made
+    _wrap_once(changed_module.AcceleratorState, "__init__", made)
 
 
 _OF_ACCELERATOR = {
@@ -543,18 +519,13 @@ _OF_ACCELERATOR = {
 
 def _change_plugin(module: Any) -> None:
     """Let DeepSpeed find the processes once there is a plugin: `zero.Init` may come next."""
-    changed_class = module.DeepSpeedPlugin
-    init = changed_class.__post_init__
-    if hasattr(init, "__wrapped__"):
-        return
 
-    @functools.wraps(init)
-    def settled(self: Any) -> None:
+    def settled(init: Any, self: Any) -> None:
         init(self)
         if env.flag(_USE_CPU):
             _join_process_group()
 
-    changed_class.__post_init__ = settled
+    _wrap_once(module.DeepSpeedPlugin, "__post_init__", settled)
 
 
 def _join_process_group() -> None:

@@ -7,12 +7,8 @@
 The float32 copy is what was trained: it is what is copied back to the notebook, and no process ever
 holds all of it. Either part of stage 3 may be in a file (NVMe).
 
-DeepSpeed casts a module in place, moves its parameters into flat buffers, or, at stage 3, leaves
-placeholders in it, and hooks everywhere. In a script it does not matter; in a notebook the module
-is there after training, and is to be looked at, saved, or trained in another way.
-
-    take_back            this process has all of it: no communication
-    take_back_together   each process has a part: before another engine gets the module
+DeepSpeed casts a module in place, moves its parameters into flat buffers, or leaves placeholders,
+and hooks everywhere. In a notebook the module is to be saved or trained in another way afterwards.
 
 The capability row names this module as DeepSpeed's :class:`~nbaccel.abc.ShardReader`.
 """
@@ -25,7 +21,8 @@ import copy
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,8 +87,7 @@ def local_pieces(tensor: torch.Tensor, held: Any = None) -> list[Piece]:
     values = fragment.hp_fragment.detach().reshape(-1)
     if mapping is None:
         weights = tensor.detach().reshape(-1)[first : first + values.numel()]
-        # Of an engine that is destroyed; weights may have been changed since. Both agree as long as
-        # the copy, rounded, gives the weights: then the copy has more digits.
+        # The engine is gone, and weights may have changed: the copy counts if it rounds to them.
         values = values if torch.equal(values.to(weights), weights) else weights
     return [(first, values)]
 
@@ -115,8 +111,7 @@ def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if master is not None and is_on_disk(tensor):
         raise ConfigError(
             f"A parameter of shape {tuple(whole.shape)} is on disk (offload_param.device='nvme'), "
-            "and DeepSpeed changes what is trained there in its steps alone. Load weights before "
-            "`prepare`, or a checkpoint of accelerator.save_state."
+            "where only steps change it. Load weights before `prepare`."
         )
     if master is not None:
         from deepspeed.utils import safe_set_local_fp32_param
@@ -165,30 +160,23 @@ def _local_span(tensor: Any) -> tuple[int, int]:
     return first_element, max(0, min(part_size, int(tensor.ds_numel) - first_element))
 
 
-# ------------------------------------------------------------------------------ whole weights
-# Parameters are gathered a few at a time, and only process 0 keeps them: process 0 holds the model
-# besides its part, the others hold their part, and all of them a few whole parameters for a moment.
-
-_AT_A_TIME_BYTES = 256 << 20
+# One at a time: process 0 keeps the model besides its part, the others only their part.
 
 
 def gather_weights(module: nn.Module, *, keep: bool) -> dict[str, Any]:
     """The state dict, whole; a collective where weights are in shards."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    # With `keep_vars` the entries are the parameters themselves, with DeepSpeed's attributes;
-    # without it they would be detached placeholders.
+    # With `keep_vars` the entries are parameters with DeepSpeed's attributes, no placeholders.
     state = module.state_dict(keep_vars=True)
     tensors = {id(value): value for value in state.values() if isinstance(value, torch.Tensor)}
     whole: dict[int, torch.Tensor] = {}
     # DeepSpeed reads ahead into the buffers through which gathering reads from disk.
     free_buffers(module)
-    for group in _groups_by_size(tensors.values()):
-        cut = [tensor for tensor in group if is_partitioned(tensor)]
-        with GatheredParameters(cut, enabled=bool(cut)):
-            for tensor in group if keep else ():
-                # A copy: at stages 1 and 2 a parameter is a view of its flattened group, and
-                # `torch.save` writes the whole storage of a view.
+    for tensor in tensors.values():
+        with GatheredParameters([tensor], enabled=is_partitioned(tensor)):
+            if keep:
+                # A copy: `torch.save` writes the whole storage of a view of a flattened group.
                 whole[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return {name: whole.get(id(value), value) for name, value in state.items()} if keep else {}
 
@@ -197,21 +185,22 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     """Load a whole state dict; a collective."""
     entries = module.state_dict(keep_vars=True).items()
     own = {name: value for name, value in entries if isinstance(value, torch.Tensor)}
-    misfit = _misfit_text(module, own, state, strict=strict) if dist.get_rank() == 0 else ""
+    misfits = _misfits(own, state, strict=strict) if dist.get_rank() == 0 else ()
     # Process 0's list decides: the others may have an empty state, and all must broadcast alike.
-    told: list[Any] = [misfit, [name for name in own if name in state]]
+    told: list[Any] = [misfits, [name for name in own if name in state]]
     dist.broadcast_object_list(told, 0)
-    misfit, wanted_names = told
-    if misfit:
-        raise ConfigError(misfit)
-    done: set[int] = set()
+    misfits, wanted_names = told
+    if misfits:
+        wrong = first_few(misfits, 5, separator="; ")
+        raise ConfigError(
+            f"The state does not fit {type(module).__name__}: {wrong}. Load the state of the same "
+            "model, or give strict=False for names alone."
+        )
+    # Tied parameters are one tensor of several names.
+    wanted = {id(own[name]): name for name in wanted_names}
     with torch.no_grad():
-        for name in wanted_names:
+        for name in wanted.values():
             tensor = own[name]
-            if id(tensor) in done:
-                continue
-            # Tied parameters are one tensor of several names.
-            done.add(id(tensor))
             # In float32 also for a model in 16 bit, whose optimizer has a float32 copy to be set.
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             whole = torch.empty(shape_of(tensor), dtype=dtype, device=tensor.device)
@@ -224,51 +213,21 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
                 tensor.detach().copy_(whole)
 
 
-def _misfit_text(
-    module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
-) -> str:
-    wrong = [
-        f"{name} has shape {tuple(state[name].shape)} instead of {shape_of(tensor)}"
-        for name, tensor in own.items()
-        if name in state and tuple(state[name].shape) != shape_of(tensor)
+def _misfits(
+    own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
+) -> list[str]:
+    here = {name: shape_of(tensor) for name, tensor in own.items()}
+    given = {name: tuple(value.shape) for name, value in state.items() if hasattr(value, "shape")}
+    return [
+        f"{name} has shape {given.get(name)} instead of {here.get(name)}"
+        for name in ({**here, **given} if strict else here.keys() & given.keys())
+        if given.get(name) != here.get(name)
     ]
-    if strict:
-        wrong += [f"{name} is missing" for name in own if name not in state]
-        wrong += [f"{name} is unknown" for name in state if name not in own]
-    if not wrong:
-        return ""
-    return (
-        f"The state does not fit {type(module).__name__}: {first_few(wrong, 5, separator='; ')}. "
-        "Weights would go to the wrong places. Load the state of the same model, or give "
-        "strict=False for names alone."
-    )
 
 
-def _groups_by_size(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in lists that are not too big together, gathered."""
-    group: list[torch.Tensor] = []
-    group_bytes = 0
-    for tensor in tensors:
-        # A placeholder of ZeRO-3 is empty; `ds_numel` is what it takes when it is gathered.
-        num_bytes = int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
-        # One at a time from disk: each takes one of the few buffers.
-        is_alone = is_on_disk(tensor) or any(map(is_on_disk, group))
-        if group and (is_alone or group_bytes + num_bytes > _AT_A_TIME_BYTES):
-            yield group
-            group = []
-            group_bytes = 0
-        group.append(tensor)
-        group_bytes += num_bytes
-    if group:
-        yield group
-
-
-# ------------------------------------------------------------------------------ on disk
-# DeepSpeed empties its folder when an engine is made, also where another engine of the process has
-# its states in it, and leaves the files there when the process ends: so each engine has a folder,
-# and none is left behind. There are no more buffers than `buffer_count`, and what was read ahead
-# stays in one until it is used: so nothing here takes a buffer, and files are read and written
-# directly.
+# DeepSpeed empties its folder when an engine is made, also of another engine's states, and leaves
+# files when the process ends: so each engine has a folder, and none is left. What was read ahead
+# stays in one of the few buffers until it is used: so nothing here takes a buffer.
 
 
 class Claim:
@@ -301,8 +260,7 @@ class Claim:
 
 
 _ENGINE_FOLDER_PREFIX = "engine_"
-_OPEN_CLAIMS: list[Claim] = []
-"""Of this process: engines of several Accelerators must not meet in one folder."""
+_OPEN_CLAIMS: list[Claim] = []  # of this process: no two engines in one folder
 
 
 def claim(zero_config: ZeroConfig, rank: int) -> tuple[ZeroConfig, Claim]:
@@ -341,8 +299,8 @@ def leave() -> None:
         open_claim.release()
 
 
-# On import, since exit handlers run in reverse order: the environment's, which is registered later
-# and destroys engines, comes first. A worker ends by `os._exit`, and calls `leave` beforehand.
+# On import, since exit handlers run in reverse: the environment's, which destroys engines, comes
+# first. A worker ends by `os._exit`, and calls `leave` beforehand.
 atexit.register(leave)
 
 
@@ -360,10 +318,9 @@ def _mapped_part(tensor: Any, *, is_shared: bool) -> torch.Tensor:
     path = Path(param_swapper.get_path(tensor))
     if not path.is_file():
         raise ConfigError(
-            f"{path} is gone: it held this process's part of a parameter of shape "
-            f"{tuple(tensor.ds_shape)}, of which there is no copy. Keep the folder "
-            "(offload_param.nvme_path) until accelerator.free_memory() has taken the weights "
-            "back."
+            f"{path} is gone, the only copy of this process's part of a parameter of shape "
+            f"{tuple(tensor.ds_shape)}. Keep the folder (offload_param.nvme_path) until "
+            "accelerator.free_memory() has taken the weights back."
         )
     part_size = int(tensor.ds_tensor.ds_numel)
     return torch.from_file(str(path), shared=is_shared, size=part_size, dtype=tensor.dtype)
@@ -383,8 +340,8 @@ def free_buffers(module: nn.Module) -> None:
 
 def skip_repeated_reads(module: nn.Module) -> None:
     """Let a parameter that several layers use be read ahead once."""
-    # DeepSpeed 0.19 lists it as often as it will be used, and fails on the second time (`already
-    # assigned swap buffer`): every T5 looks at a layer's weights from outside of the layer.
+    # DeepSpeed 0.19 lists it per use and fails on the second (`already assigned swap buffer`):
+    # every T5 looks at a layer's weights from outside of the layer.
 
     def read_once(swap_in: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # By id, since tensors compare element by element.
@@ -414,20 +371,13 @@ def check_buffers(model: nn.Module, zero_config: ZeroConfig, world_size: int) ->
         number_bytes = 2 if zero_config.is_on("bf16") or zero_config.is_on("fp16") else 4
         total = format_bytes(part * count * number_bytes)
         raise ConfigError(
-            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} "
-            f"numbers of {name} from disk, into one buffer. DeepSpeed would stop. Set it to {part} "
-            f"or more; the {count} buffers then take {total} of host memory in each process."
+            f"{ZERO}.offload_param.buffer_size={size} is too small: a process reads {part} numbers "
+            f"of {name}. Set it to {part} or more; {count} buffers then take {total} of host "
+            "memory in each process."
         )
 
 
-# ------------------------------------------------------------------------------ placeholders
-# A partitioned parameter of ZeRO-3 is a tensor of shape ``(0,)`` while no layer uses it.
-# ``model.state_dict()`` and ``torch.save`` take it as it is.
-
-
-def is_placeholder(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 keeps this parameter's numbers elsewhere at the moment."""
-    return tuple(parameter.shape) != shape_of(parameter)
+# A parameter of ZeRO-3 has the shape ``(0,)`` while no layer uses it, and is saved so by torch.
 
 
 def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
@@ -435,14 +385,14 @@ def placeholders(module_or_state: nn.Module | Mapping[str, Any]) -> list[str]:
     if isinstance(module_or_state, nn.Module):
         # With duplicates: a tied parameter is named twice in the state dict, too.
         named = module_or_state.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if is_placeholder(parameter)]
+        return [name for name, one in named if tuple(one.shape) != shape_of(one)]
     return [
         name
         for name, value in module_or_state.items()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         # There are only shapes, unless it was taken with `keep_vars`.
-        and (is_placeholder(value) or value.shape == (0,))
+        and (tuple(value.shape) != shape_of(value) or value.shape == (0,))
     ]
 
 
@@ -452,27 +402,21 @@ def check_whole(module_or_state: nn.Module | Mapping[str, Any], thing: str) -> N
     if names:
         raise ConfigError(
             f"{thing}: {len(names)} of the weights are ZeRO-3 placeholders "
-            f"({first_few(names, 3)}), of shape (0,): a file of them is worthless. For whole "
-            "weights call nbaccel.fp32_state_dict(engine) or nbaccel.save_16bit_weights(engine, "
-            "folder) on every rank, or accelerator.save_model(model, folder); "
-            "nbaccel.zero_to_fp32(...) takes them out of a checkpoint."
+            f"({first_few(names, 3)}), of shape (0,). Call nbaccel.fp32_state_dict(engine), "
+            "nbaccel.save_16bit_weights(engine, folder) or accelerator.save_model(model, folder) "
+            "on every rank; nbaccel.zero_to_fp32(...) reads checkpoints."
         )
 
 
-# ------------------------------------------------------------------------------ built in shards
-# transformers decides it by a weak reference in a module, to the last ``HfDeepSpeedConfig``. The
-# same reference makes ``generate`` keep ranks in step.
+# transformers goes by a weak reference to the last ``HfDeepSpeedConfig``, in `generate`, too.
 
 
 def announced_config(zero_settings: Mapping[str, Any], world_size: int = 1) -> Any:
     """Let transformers build models in shards from here on."""
     if not is_installed("transformers"):
         return None
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-    # As `Any`, since transformers' own constructor has no annotations.
-    config: Any = HfDeepSpeedConfig
-    return config(without_auto(zero_settings, world_size))
+    integration: Any = import_module(library.TRANSFORMERS_MODULE)
+    return integration.HfDeepSpeedConfig(without_auto(zero_settings, world_size))
 
 
 @contextlib.contextmanager
@@ -481,11 +425,9 @@ def applied_config(zero_settings: Mapping[str, Any] | None) -> Iterator[None]:
     if not is_installed("transformers"):
         yield
         return
-    from transformers.integrations import deepspeed as integration
-
+    integration: Any = import_module(library.TRANSFORMERS_MODULE)
     reference_before = library.hf_config_reference()
-    unset_config: Any = integration.unset_hf_deepspeed_config
-    unset_config()
+    integration.unset_hf_deepspeed_config()
     # A variable, because transformers' reference is weak: without one it would be gone at once.
     kept_config = announced_config(zero_settings) if zero_settings is not None else None
     try:
@@ -515,9 +457,6 @@ def without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str,
 _HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-# ------------------------------------------------------------------------------ as it was before
-
-
 def inner_module(module: nn.Module) -> nn.Module | None:
     """See :meth:`ShardReader.inner_module`."""
     _, _, submodules = torch_private.module_tables(module)
@@ -531,8 +470,7 @@ def plain_state(module: nn.Module) -> dict[str, Any] | None:
     parameters, _, _ = torch_private.module_tables(module)
     if not _is_deepspeeds(type(parameters)) and not any(map(_is_deepspeeds, hooks)):
         return None
-    # What is left of the instance's dictionary can be pickled; DeepSpeed's objects refer to engines
-    # and process groups, which cannot.
+    # DeepSpeed's objects refer to engines and process groups, which cannot be pickled.
     kept = {
         name: value
         for name, value in own.items()
@@ -559,8 +497,7 @@ def _is_deepspeeds(inspected_object: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] == "deepspeed"
 
 
-# What a module was before its first engine is a fact of this process: in a live worker it outlives
-# the Accelerator that prepared it, which the next run of the same cell drops.
+# Of this process: in a live worker it outlives the Accelerator, which the cell's next run drops.
 _REMEMBERED_STATES: WeakKeyDictionary[nn.Module, Remembered] = WeakKeyDictionary()
 
 
@@ -591,9 +528,8 @@ def take_back(module: nn.Module, remembered: Remembered) -> bool:
 
 def take_back_together(module: nn.Module, device: torch.device) -> bool:
     """Make a module whole that earlier engines of all processes have; a collective."""
-    # A cell that prepares a model is run again: without this, hooks of the engine before would run
-    # beside those of the next one, over process groups that may be gone, and its weights would be
-    # those in low precision.
+    # A cell is run again: hooks of the engine before would run beside the next one's, over
+    # groups that may be gone, with weights in low precision.
     state_before = _REMEMBERED_STATES.get(module)
     is_engines = (
         state_before is not None
@@ -602,8 +538,7 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
         and not any("ds_shape" in attributes for _, attributes in state_before.tensors.values())
     )
     had_engine = torch.tensor(is_engines, dtype=torch.int32, device=device)
-    # The ranks must agree: if `prepare` failed on some of them, those have no engine, and still
-    # have to take part in the collectives below.
+    # If `prepare` failed on some ranks, those have no engine, and must take part below.
     dist.all_reduce(had_engine, dist.ReduceOp.MAX)
     if not had_engine:
         return False
@@ -633,10 +568,10 @@ def _put_together(module: nn.Module, device: torch.device) -> dict[int, torch.Te
     dist.all_reduce(missing_count)
     if missing_count:
         raise ConfigError(
-            f"{type(module).__name__} was taken apart by an engine that was not finished on "
-            f"all processes: {int(missing_count)} part(s) of weights are lost "
-            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or "
-            "restart the workers (%accelerate restart), which get the notebook's."
+            f"{type(module).__name__} was taken apart by an engine that not all processes "
+            f"finished: {int(missing_count)} part(s) of weights are lost "
+            f"({', '.join(missing[:3]) or 'on other ranks'}). Build a new model, or %accelerate "
+            "restart."
         )
     return found
 

@@ -112,10 +112,9 @@ class DeepSpeedPlugin(Settings):
         library.check_version()
         if self.enable_msamp:
             raise PlatformUnsupported(
-                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs MS-AMP's patches of "
-                "DeepSpeed, which fit no release that Python 3.10 or newer can install. Training "
-                "would run without FP8. Leave it out, and use Accelerator(mixed_precision='fp8'), "
-                "which multiplies in FP8 under ZeRO too."
+                f"DeepSpeedPlugin(enable_msamp={self.enable_msamp}) needs patches of DeepSpeed "
+                "that fit no release for Python 3.10 or newer. Training would run without FP8. Use "
+                "Accelerator(mixed_precision='fp8') instead, which works under ZeRO too."
             )
         # An argument that contradicts the file is a mistake; a variable fills in what it leaves.
         given = {argument for argument in _KEYS if getattr(self, argument) is not None}
@@ -152,16 +151,9 @@ class DeepSpeedPlugin(Settings):
         return bool(self.get_value(ds_key_long) == AUTO)
 
     @property
-    def mixed_precision(self) -> str | None:
-        """The file's precision: ``no``, ``fp16`` or ``bf16``; None where it leaves that open."""
-        precision: str | None = taken_out(self.deepspeed_config)[1].get("mixed_precision")
-        return precision
-
-    @property
-    def accumulation_steps(self) -> int | None:
-        """Batches for one step as the configuration has them; None where it leaves them open."""
-        steps: int | None = taken_out(self.deepspeed_config)[1].get("gradient_accumulation_steps")
-        return steps
+    def said(self) -> dict[str, Any]:
+        """What the configuration decides of settings that a run has, too, by their names."""
+        return taken_out(self.deepspeed_config)[1]
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
@@ -181,8 +173,6 @@ class DeepSpeedPlugin(Settings):
         """Whether transformers builds models in shards."""
         return bool(self.zero3_init_flag)
 
-    # ---------------------------------------------------------------- filling in by hand
-
     @property
     def selected(self) -> bool:
         """Whether it is the plugin that the next `prepare` of its Accelerator uses."""
@@ -191,17 +181,15 @@ class DeepSpeedPlugin(Settings):
     @selected.setter
     def selected(self, value: bool) -> None:
         raise NotImplementedError(
-            f"selected={value} cannot be set: which plugin is in force belongs to an Accelerator. "
-            "Call accelerator.state.select_deepspeed_plugin(name)."
+            f"selected={value} cannot be set. Call accelerator.state.select_deepspeed_plugin(name)."
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refused, as in Accelerate: an Accelerator chooses among its plugins, by their names."""
         if not _from_accelerator_state:
             raise ConfigError(
-                f"select({_from_accelerator_state}) cannot be called on a DeepSpeedPlugin: which "
-                "one is in force belongs to an Accelerator. Call "
-                "accelerator.state.select_deepspeed_plugin(name)."
+                f"select({_from_accelerator_state}) is an Accelerator's: it chooses among plugins. "
+                "Call accelerator.state.select_deepspeed_plugin(name)."
             )
         self._selected = True
 
@@ -220,9 +208,8 @@ class DeepSpeedPlugin(Settings):
         if in_file == AUTO:
             if ds_key_long not in kwargs:
                 raise ConfigError(
-                    f'{ds_key_long}="auto" cannot be filled in: no value was given for it. '
-                    "DeepSpeed would fall back to its own default or fail. Give it by its dotted "
-                    "name, or write a value in the configuration."
+                    f'{ds_key_long}="auto" got no value to be filled in. Give it by its dotted '
+                    "name."
                 )
             put_at(self.deepspeed_config, ds_key_long, kwargs[ds_key_long])
         elif must_match and in_file is not None and mismatches is not None:
@@ -252,8 +239,8 @@ class DeepSpeedPlugin(Settings):
         # Only the outermost call raises, so that one error names the mismatches of all sections.
         if found and not prefix:
             raise ConfigError(
-                f"The DeepSpeed configuration contradicts the code: {shown(found)}. One of them "
-                'would be ignored. Write "auto" in the configuration.'
+                f"The DeepSpeed configuration contradicts the code: {shown(found)}. Write "
+                '"auto" in the configuration.'
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -264,7 +251,7 @@ class DeepSpeedPlugin(Settings):
         if other and self.get_value(f"{other}.enabled") is True:
             raise ConfigError(
                 f"mixed_precision={mixed_precision!r} contradicts the DeepSpeed configuration, "
-                f"where {other}.enabled is true. Training has one number format. Leave one out."
+                f"where {other}.enabled is true. Leave one out."
             )
         for name in ("fp16", "bf16"):
             more = {"auto_cast": True} if name == wanted == "fp16" else {}
@@ -279,8 +266,6 @@ class DeepSpeedPlugin(Settings):
         names = self.transformer_moe_cls_names or env.read(_VARIABLES["transformer_moe_cls_names"])
         if names:
             fetch_together(model, names)
-
-    # ---------------------------------------------------------------- putting together
 
     def _read_variables(self) -> None:
         for argument, variable in _VARIABLES.items():
@@ -310,7 +295,7 @@ class DeepSpeedPlugin(Settings):
         elif argument in given and value not in (in_file, AUTO):
             return (
                 f"DeepSpeedPlugin({argument}={value!r}) contradicts its configuration, where {key} "
-                f"is {shown(in_file)}. One of them would be ignored. Leave one out."
+                f"is {shown(in_file)}. Leave one out."
             )
         return ""
 
@@ -351,8 +336,7 @@ def _read_config(config: Any) -> dict[str, Any] | None:
     if hasattr(config, "config") and not isinstance(config, (Mapping, ZeroConfig)):
         config = config.config  # HfDeepSpeedConfig of transformers or Accelerate
     if isinstance(config, str):
-        # DeepSpeed's launcher passes a configuration as Base64; any short word can be decoded from
-        # that, and only an object of JSON is one. Else the reader says what is wrong with it.
+        # DeepSpeed's launcher passes Base64, as which any short word can be read: only JSON is one.
         with contextlib.suppress(ValueError):
             decoded = base64.b64decode(config.strip(), altchars=b"-_", validate=True).decode()
             config = decoded if decoded.lstrip().startswith("{") else config
@@ -370,9 +354,8 @@ class Plugins:
         wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
         if wrong_items or not plugins:
             raise ConfigError(
-                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin: "
-                "it does not say how to shard. Give DeepSpeedPlugin(...), or a dictionary of names "
-                "and plugins."
+                f"deepspeed_plugin got {shown(wrong_items or given)}, which is no DeepSpeedPlugin. "
+                "Give one, or a dictionary of names and plugins."
             )
         self.by_name: dict[str, DeepSpeedPlugin] = dict(plugins)
         self.active: DeepSpeedPlugin  # the one that the next `prepare` uses
@@ -381,10 +364,8 @@ class Plugins:
     def get(self, name: str) -> DeepSpeedPlugin:
         """The plugin of a name."""
         if name not in self.by_name:
-            raise ConfigError(
-                f"There is no DeepSpeed plugin named {name!r}: models would be sharded by another "
-                f"one. Use one of {', '.join(map(repr, self.by_name))}."
-            )
+            named = ", ".join(map(repr, self.by_name))
+            raise ConfigError(f"There is no DeepSpeed plugin named {name!r}. Use one of {named}.")
         return self.by_name[name]
 
     def select(self, name: str) -> None:

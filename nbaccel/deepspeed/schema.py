@@ -39,10 +39,8 @@ class Arguments:
 
     owner: str
     known: frozenset[str]
-    needed: frozenset[str] = frozenset()
-    """Those without a default."""
-    open: bool = False
-    """Whether it takes any name."""
+    needed: frozenset[str] = frozenset()  # those without a default
+    open: bool = False  # whether it takes any name
 
     @classmethod
     def of(cls, made_class: type, *also: str) -> Arguments:
@@ -62,14 +60,11 @@ class Schema:
     """The keys, models and classes of the installed DeepSpeed; `own_` are without torch's."""
 
     version: str
-    sections: Mapping[str, frozenset[str]]
-    """Keys by the section's path, empty at the top; one that is not here takes any key."""
+    sections: Mapping[str, frozenset[str]]  # by path; one that is not here takes any
     models: Mapping[str, type[BaseModel]]
-    removed: Mapping[str, str]
-    """Keys that DeepSpeed had, by path, and its sentence on each."""
+    removed: Mapping[str, str]  # keys that DeepSpeed had, by path, and its sentence on each
     optimizers: tuple[str, ...]
-    own_optimizers: tuple[str, ...]
-    """In lower case; DeepSpeed takes them in any."""
+    own_optimizers: tuple[str, ...]  # in lower case; DeepSpeed takes them in any
     schedulers: Mapping[str, Arguments]
     own_schedulers: tuple[str, ...]
 
@@ -177,8 +172,7 @@ class _Search:
             if key and key not in keys:
                 continue
             recorder = _KeyRecorder(content if path else _ENOUGH_SETTINGS)
-            # The reader fails on most of these settings, in many ways: what it had looked up until
-            # then is the answer.
+            # It fails on most of these, in many ways: what it looked up until then is the answer.
             with contextlib.suppress(Exception):
                 self._read(path, recorder)
             keys |= recorder.asked
@@ -267,8 +261,7 @@ _MEANT_KEYS = {
 }
 _OF_OPTIMIZERS = ("lr", "learning_rate", "betas", "eps", "weight_decay", "momentum")
 _NEAR_ENOUGH = 0.75
-_NEAR_A_FIELD = 0.83
-"""`devise` is 0.833 like `device`; keys of DeepSpeed without a field are up to 0.828 like one."""
+_NEAR_A_FIELD = 0.83  # `devise` is 0.833 like `device`; keys without a field are up to 0.828
 
 
 def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "") -> Iterator[str]:
@@ -285,19 +278,14 @@ def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "")
             # A comment, in one of the ways that people write one.
             if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
                 if section in schema.models:
-                    yield FieldMistake(
-                        f"{path} is a comment, and DeepSpeed {schema.version} refuses every key "
-                        f"that it does not know in {section}: got {shown(value)}. Move it to "
-                        "the top level.",
-                        path,
-                    )
+                    text = f"{path} is a comment, and DeepSpeed {schema.version} refuses it there."
+                    yield FieldMistake(f"{text} Move it to the top level.", path)
                 continue
             meant_key, advice = _advice(key, section, settings, schema)
             yield _unknown_key(path, value, section, advice, schema)
         inner_path = f"{prefix}{meant_key}"
         if isinstance(value, Mapping) and inner_path in schema.sections:
-            # Keys inside a misspelt section are compared with the section that was meant, so that
-            # their mistakes are reported at once, too.
+            # With the section that was meant, so that mistakes inside a misspelt one are told, too.
             yield from key_findings(value, schema, inner_path)
 
 
@@ -346,8 +334,7 @@ def _meant_at_the_top(key: str, known_keys: Iterable[str]) -> str:
     names = {known.lower(): known for known in known_keys}
     if _MEANT_KEYS.get(word) in names.values():
         return _MEANT_KEYS[word]
-    # A name that shares whole words is nearer than one that only has similar letters:
-    # `batch_size` of `train_batch_size`, `zero_opt` of `zero_optimization`.
+    # Shared words are nearer than similar letters: `batch_size` of `train_batch_size`.
     parts = [part for part in word.split("_") if part]
     sharing = [
         name
@@ -376,11 +363,8 @@ def misspelt_keys(settings: Mapping[str, Any], section: str = "") -> Iterator[Fi
             meant_key, advice = near[0], f"Did you mean {near[0]!r}?"
         if advice:
             path = f"{prefix}{key}"
-            yield FieldMistake(
-                f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}. It "
-                f"would have no effect. {advice}",
-                path,
-            )
+            text = f"{path} is no key that nbaccel knows of DeepSpeed: got {path}={shown(value)}."
+            yield FieldMistake(f"{text} It would have no effect. {advice}", path)
         # Inside a misspelt section, too, so that its mistakes are reported at once.
         if isinstance(value, Mapping):
             yield from misspelt_keys(value, f"{prefix}{meant_key}")

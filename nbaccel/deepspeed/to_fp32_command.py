@@ -11,9 +11,8 @@ import typer
 from nbaccel.base.units import count_noun, first_few, format_bytes, format_seconds
 
 _HELP = (
-    "Convert a checkpoint that DeepSpeed's engine.save_checkpoint wrote (ZeRO stages 0 to 3, any "
-    "number of ranks) into fp32 weights that Hugging Face's libraries read. It is a stream: a few "
-    "MiB are in memory at a time. All files appear together at the end, or none."
+    "Convert a checkpoint of DeepSpeed's engine.save_checkpoint (ZeRO stages 0 to 3, any number of "
+    "ranks) into fp32 weights that Hugging Face's libraries read, a few MiB at a time."
 )
 
 
@@ -25,21 +24,11 @@ def add_to(app: typer.Typer) -> None:
 
 def _convert(
     checkpoint_dir: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="The checkpoint's folder, or that of one tag in it."),
+        str, typer.Argument(metavar="DIR", help="The checkpoint, or one tag.")
     ],
-    output_dir: Annotated[
-        str,
-        typer.Argument(
-            metavar="OUT", help="Folder for model.safetensors; made if it is not there."
-        ),
-    ],
-    tag: Annotated[
-        str | None, typer.Option(help="Which save (default: the one that the file `latest` names).")
-    ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most bytes of a file.")
-    ] = "5GB",
+    output_dir: Annotated[str, typer.Argument(metavar="OUT", help="Folder for model.safetensors.")],
+    tag: Annotated[str | None, typer.Option(help="Which save (default: that of `latest`).")] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Most of a file.")] = "5GB",
     exclude_frozen_parameters: Annotated[
         bool, typer.Option("--exclude-frozen-parameters", help="Leave out what was not trained.")
     ] = False,

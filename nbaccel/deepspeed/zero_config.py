@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -36,9 +36,6 @@ ZERO = "zero_optimization"
 _EXTRA_FIELD = "extra"
 # Here "auto" is a value that DeepSpeed itself defines.
 _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
-
-
-# ------------------------------------------------------------------------------ kinds of values
 
 
 def _number_or_auto(value: Any) -> Any:
@@ -65,39 +62,34 @@ def _read_table(value: Any) -> Any:
     return text_forms.json_like(value)
 
 
-def _whole(least: int) -> FieldRule:
-    must = f"a whole number of at least {least}"
-    do = "Give a number, such as 1 or 5e8"
-    return FieldRule(read=_number_or_auto, must=must, do=do, value_kind="whole")
+def _rule(kind: str, read: Callable[[Any], Any], must: str, do: str) -> FieldRule:
+    return FieldRule(read=read, must=must, do=do, value_kind=kind)
 
 
 _Auto = Literal["auto"]
-Whole = Annotated[Annotated[int, Field(ge=0)] | _Auto | None, _whole(0)]
-WholeFromOne = Annotated[Annotated[int, Field(ge=1)] | _Auto | None, _whole(1)]
+_WHOLE_REMEDY = "Give a number, such as 1 or 5e8"
+Whole = Annotated[
+    Annotated[int, Field(ge=0)] | _Auto | None,
+    _rule("whole", _number_or_auto, "a whole number of at least 0", _WHOLE_REMEDY),
+]
+WholeFromOne = Annotated[
+    Annotated[int, Field(ge=1)] | _Auto | None,
+    _rule("whole", _number_or_auto, "a whole number of at least 1", _WHOLE_REMEDY),
+]
 Number = Annotated[
     Annotated[float, Field(ge=0, allow_inf_nan=False)] | _Auto | None,
-    FieldRule(
-        read=_number_or_auto,
-        must="a number of at least 0",
-        do="Give a number, such as 1.0",
-        value_kind="number",
-    ),
+    _rule("number", _number_or_auto, "a number of at least 0", "Give a number, such as 1.0"),
 ]
 Truth = Annotated[
     Annotated[bool, Strict()] | _Auto | None,
-    FieldRule(read=_read_truth, must="true or false", do="Give one of them", value_kind="truth"),
+    _rule("truth", _read_truth, "true or false", "Give one of them"),
 ]
 Text = Annotated[
     Annotated[str, Field(min_length=1)] | None,
-    FieldRule(
-        read=_read_text, must="text that is not empty", do="Write it in quotes", value_kind="text"
-    ),
+    _rule("text", _read_text, "text that is not empty", "Write it in quotes"),
 ]
-_TABLE_RULE = FieldRule(
-    read=_read_table,
-    must="a mapping of names to JSON values",
-    do='Write for example {"lr": 0.001}',
-    value_kind="table",
+_TABLE_RULE = _rule(
+    *("table", _read_table, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}')
 )
 Params = Annotated[
     dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value)))
@@ -134,9 +126,6 @@ def section_of(model_field: FieldInfo) -> type[Section] | None:
     """The section that a field holds."""
     options = [one for one in get_args(model_field.annotation) if isinstance(one, type)]
     return next((one for one in options if issubclass(one, Section)), None)
-
-
-# ------------------------------------------------------------------------------ sections
 
 
 class Section(text_forms.Plain):
@@ -321,8 +310,7 @@ class ZeroConfig(_ZeroSection):
         """
         given, _ = old_forms(text_forms.plain_object(settings, "A ZeroConfig"))
         extra: dict[str, Any] = given.pop(_EXTRA_FIELD, None) or {}
-        # A key of `zero_optimization` at the top level is not a setting: DeepSpeed ignores it
-        # there, so it is kept as it stands, for the check to find.
+        # DeepSpeed ignores a key of `zero_optimization` at the top: kept there, for the check.
         extra |= {key: given.pop(key) for key in ZERO_KEYS if key in given}
         zero = given.pop(ZERO, None)
         if not isinstance(zero, (dict, NoneType)):
@@ -391,16 +379,12 @@ def config_fields(
             yield from config_fields(inner, f"{place}.{name}".lstrip("."))
 
 
-# ------------------------------------------------------------------------------ documents
-
-
 def load_settings(config: Mapping[str, Any] | str | Path | ZeroConfig) -> dict[str, Any]:
     """The settings as they stand, as plain values, wherever they come from."""
     settings = text_forms.read_source(config, DOCUMENT_NAME)
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"{DOCUMENT_NAME} cannot be a {type(config).__name__}: got {shown(config)}. There is "
-            "nothing to read in it. Give a dictionary, a path or a ZeroConfig."
+            f"{DOCUMENT_NAME} cannot be {shown(config)}. Give a dictionary, a path or a ZeroConfig."
         )
     return settings
 
@@ -431,7 +415,10 @@ _PLACES_AS_TRUTH = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "of
 
 def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Today's form of what DeepSpeed still reads in an older one."""
-    todays = dict(settings)
+    # Copies, since the given configuration must stay as it is.
+    todays: dict[str, Any] = {
+        key: dict(one) if isinstance(one, dict) else one for key, one in settings.items()
+    }
     notes: list[str] = []
 
     def moved(holder: dict[str, Any], old_key: str, key: str, value: Any) -> None:
@@ -444,17 +431,15 @@ def old_forms(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, .
     if isinstance(todays.get(ZERO), bool):
         todays[ZERO] = {"stage": int(todays[ZERO])}
         notes.append(f"{ZERO} was true or false in an old form: write {todays[ZERO]!r}.")
-    if isinstance(todays.get(ZERO), dict):
-        # A copy, since the given configuration must stay as it is.
-        zero = todays[ZERO] = dict(todays[ZERO])
+    zero, aio = todays.get(ZERO), todays.get("aio")
+    if isinstance(zero, dict):
         for old_key, key in _PLACES_AS_TRUTH.items():
             if isinstance(zero.get(old_key), bool):
                 moved(zero, old_key, key, {"device": "cpu" if zero[old_key] else "none"})
         for old_key, key in _RENAMED_IN_ZERO.items():
             if old_key in zero:
                 moved(zero, old_key, key, zero[old_key])
-    if isinstance(todays.get("aio"), dict) and "thread_count" in todays["aio"]:
+    if isinstance(aio, dict) and "thread_count" in aio:
         # DeepSpeed's documentation still has the old name, which DeepSpeed ignores.
-        aio = todays["aio"] = dict(todays["aio"])
         moved(aio, "thread_count", "intra_op_parallelism", aio["thread_count"])
     return todays, tuple(notes)

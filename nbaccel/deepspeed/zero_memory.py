@@ -23,12 +23,12 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
-from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
 OPTIMIZER_PLACE = f"{ZERO}.offload_optimizer.device"
 PARAM_PLACE = f"{ZERO}.offload_param.device"
+NVME_PATHS = tuple(f"{ZERO}.{name}.nvme_path" for name in ("offload_optimizer", "offload_param"))
 DEFAULTS = {
     f"{ZERO}.reduce_bucket_size": 500_000_000,
     f"{ZERO}.contiguous_gradients": True,
@@ -56,22 +56,16 @@ _NUM_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
 """States of each parameter, by the optimizer's name in lower case; two for those of Adam's kind."""
 _BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}
 _FP32_BYTES = 4
-_REDUCED_AT_ONCE = 5 * 10**8
-"""Gradients in a bucket without ZeRO: DeepSpeed's constant, which no setting changes."""
-
-
-# ------------------------------------------------------------------------------ what is counted
+_REDUCED_AT_ONCE = 5 * 10**8  # DeepSpeed's constant, of gradients without ZeRO
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedSettings:
     """What a configuration says of memory; bytes are of one number."""
 
-    zero: Mapping[str, Any]
-    """Values by their keys in ``zero_optimization``: DeepSpeed's defaults where it has none."""
+    zero: Mapping[str, Any]  # of ``zero_optimization``, with DeepSpeed's defaults
     stage: int
-    precision: str
-    """What the model computes in: ``fp32``, ``fp16`` or ``bf16``."""
+    precision: str  # what the model computes in: ``fp32``, ``fp16`` or ``bf16``
     parameter_bytes: int
     gradient_bytes: int  # while gradients are accumulated
     master_bytes: int  # of a parameter as the optimizer keeps it
@@ -80,8 +74,7 @@ class CountedSettings:
     torch_optimizer: bool  # torch's, or the caller's, not DeepSpeed's own
     optimizer_place: str  # "none" (on the device), "cpu" or "nvme"; so of the next one
     parameter_place: str
-    unknown: tuple[str, ...]
-    """Settings left to "auto", counted as DeepSpeed's defaults."""
+    unknown: tuple[str, ...]  # settings left to "auto", counted as DeepSpeed's defaults
 
 
 def _counted(
@@ -136,15 +129,11 @@ def place_at_stage(place_key: str, place: str, stage: int) -> str:
 
 def nvme_folders(settings: Mapping[str, Any] | None) -> list[Path]:
     """The folders that parameters or the optimizer are swapped to."""
-    keys = (f"{ZERO}.{section}.nvme_path" for section in ("offload_optimizer", "offload_param"))
-    folders = (value_at(settings, key) for key in keys)
+    folders = (value_at(settings, key) for key in NVME_PATHS)
     return [Path(folder) for folder in folders if folder not in (None, "", "auto")]
 
 
-# ------------------------------------------------------------------------------ one process
-
-_Places = tuple[Bytes, Bytes, Bytes]
-"""What one process needs on its device, in host memory and on disk."""
+_Places = tuple[Bytes, Bytes, Bytes]  # of one process on device, host and disk
 
 
 def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
@@ -153,9 +142,8 @@ def _state_bytes(settings: CountedSettings, num_elements: int) -> int:
 
 def _temporary_bytes(settings: CountedSettings, num_elements: int, *, on_cpu: bool) -> int:
     """What torch's own optimizers hold for a moment while they update so many numbers."""
-    # Adam takes the root of the second moment and divides it: into a second temporary on CPUs
-    # (``_single_tensor_adamw``), in place on GPUs (``_multi_tensor_adamw``). DeepSpeed's optimizers
-    # are one kernel and hold none.
+    # Adam divides by the root of the second moment: into a second temporary on CPUs
+    # (``_single_tensor_adamw``), in place on GPUs; DeepSpeed's optimizers, one kernel, hold none.
     if not settings.torch_optimizer:
         return 0
     return min(settings.num_states, 2 if on_cpu else 1) * settings.state_bytes * num_elements
@@ -175,12 +163,10 @@ def _stage_0(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     """Everything everywhere. In 16 bit the optimizer has fp32 parameters and gradients."""
     trained = shape.trainable
     is_half = settings.parameter_bytes < _FP32_BYTES
-    # torch's optimizers have the model's own tensors, or one copy for each of them: on CPUs they
-    # update one after another.
+    # torch's optimizers update one tensor after another on CPUs.
     updated = largest_parameter(shape) if on_cpu else trained
     update_bytes = _temporary_bytes(settings, updated, on_cpu=on_cpu)
-    # Gradients are made flat, a bucket at a time, to be reduced; in 16 bit DeepSpeed's optimizers
-    # make all of them flat in their own format, beside those of the model.
+    # Gradients are made flat, a bucket at a time; in 16 bit all of them, in their own format.
     in_step = max(_FP32_BYTES * min(trained, _REDUCED_AT_ONCE), update_bytes)
     if is_half:
         master = 0 if settings.torch_optimizer else _FP32_BYTES * trained
@@ -210,9 +196,8 @@ def _stages_1_and_2(
     # One buffer is filled while the other is reduced.
     num_buffers = is_copied * (2 if settings.zero["overlap_comm"] else 1)
     buffer_bytes = settings.parameter_bytes * bucket_size * num_buffers
-    # On CPUs, of buffers that are made for each backward pass only what is written takes memory.
-    # With room for all gradients they are where the gradients are, which stage 1 keeps until then
-    # and stage 2 copies at the end, when activations are gone.
+    # On CPUs only what is written of buffers takes memory. With room for all gradients they are in
+    # the gradients' place, which stage 1 keeps and stage 2 copies when activations are gone.
     has_room = is_copied and bucket_size >= shape.trainable
     written_bytes = min(buffer_bytes, settings.parameter_bytes * shape.trainable) * on_cpu
     in_step = written_bytes if has_room and settings.stage == 2 else 0
@@ -226,8 +211,7 @@ def _stages_1_and_2(
         kept_bytes = max(0, whole_gradients - own_bytes) if settings.stage == 1 else 0
         in_step = max(own_bytes, in_step, update_bytes - kept_bytes)
         return device + states + Bytes(gradients=kept_bytes, in_step=in_step), Bytes(), Bytes()
-    # Before they are copied back to the device, the new parameters are rounded into a separate
-    # copy; a gradient that is copied to the host passes through a buffer on either side.
+    # New parameters are rounded into a copy; a gradient passes through a buffer on either side.
     rounded = Bytes(parameters=settings.parameter_bytes * part_size, in_step=update_bytes)
     passing = Bytes(buckets=settings.parameter_bytes * largest_parameter(shape))
     return device + passing + Bytes(in_step=in_step), states + rounded + passing, Bytes()
@@ -254,8 +238,7 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
         nvme += parameters
         buffers = zero["offload_param.buffer_size"] * zero["offload_param.buffer_count"]
         host += Bytes(buckets=weight_bytes * buffers)
-    # Parameters gathered for the forward pass stay for the backward pass, as many as may live; a
-    # full bucket of gradients is copied in the order in which it is divided among the processes.
+    # Gathered parameters stay for the backward pass, as many as may live; a full bucket is copied.
     ahead = zero["stage3_prefetch_bucket_size"] + shape.largest_layer
     at_once = min(max(zero["stage3_max_live_parameters"], ahead), shape.total)
     gathered_bytes = weight_bytes * (at_once + bucket_size)
@@ -283,9 +266,6 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     swapped = settings.master_bytes * zero["offload_optimizer.buffer_count"] * group_size
     host += Bytes(gradients=kept_bytes, buckets=swapped)
     return device, host, nvme + optimizer + Bytes(gradients=own_bytes)
-
-
-# ------------------------------------------------------------------------------ the estimate
 
 
 def estimate_memory(
@@ -316,8 +296,7 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
-            levels are counted where it asks for them (``mixed_precision="fp8"``).
+        run: How it will be run; decides what is ``"auto"``.
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -331,24 +310,19 @@ def estimate_memory(
     shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
-    formats = short_formats(run) if config is None else None
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
-        precision = settings.precision if formats is None else "bf16"
-        activation_bytes = _measured(
-            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
+        # Not at the top: importing torch's fake tensors takes about a second.
+        from nbaccel.memory.activations import measure_activations, resized
+
+        num_rows = given.get(_BATCH_KEY)
+        activation_bytes = measure_activations(
+            model_or_shape,
+            resized(sample_batch, num_rows) if isinstance(num_rows, int) else sample_batch,
+            precision=settings.precision,
+            gradient_checkpointing=gradient_checkpointing,
         )
     machine = inventory or inspect_machine()
-    if formats is not None:
-        return estimate.torch_estimate(
-            shape,
-            strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
-            states=_short_states(model_or_shape, world_size, formats),
-            num_processes=num_processes,
-            num_nodes=num_nodes,
-            activation_bytes=activation_bytes,
-            inventory=machine,
-        )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
     of_stage = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[settings.stage]
@@ -376,47 +350,21 @@ def estimate_memory(
     )
 
 
-def _measured(
-    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
-) -> int:
-    # Here, since importing torch's fake tensors takes about a second.
-    from nbaccel.memory.activations import measure_activations, resized
-
-    return measure_activations(
-        model,
-        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
-        precision=precision,
-        gradient_checkpointing=gradient_checkpointing,
-    ).peak
-
-
-def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
-    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
-    if not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"The memory of MS-AMP's {formats.level} cannot be estimated from {model!r}: it "
-            "depends on which weights belong to linear layers. Give the module (it may be on meta)."
-        )
-    return model_states(model, world_size=world_size, formats=formats)
-
-
 def _check_arguments(
     model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
     has_batch = sample_batch is not None
     is_module = callable(getattr(model, "modules", None))
+    is_none = num_processes < 1 or num_nodes < 1
     problems = {
         f"num_processes={num_processes} on num_nodes={num_nodes} means no process: memory is "
-        "divided among them. Use 1 or more of each.": num_processes < 1 or num_nodes < 1,
-        f"sample_batch needs the model itself: got {model!r}, with which nothing can be measured. "
-        "Give the module (it may be on meta), or activation_bytes.": has_batch and not is_module,
+        "divided among them. Use 1 or more of each.": is_none,
+        f"sample_batch needs the model itself: got {model!r}. Give the module (it may be on meta), "
+        "or activation_bytes.": has_batch and not is_module,
         f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
         "silently override the other. Give one of them.": has_batch and activation_bytes,
     }
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
-
-
-# ------------------------------------------------------------------------------ is there room
 
 
 def host_bytes(need: MemoryEstimate, device: str) -> int:
@@ -429,15 +377,16 @@ def host_bytes(need: MemoryEstimate, device: str) -> int:
 def check_host_memory(need: MemoryEstimate, device: str, machine: Inventory) -> None:
     """Say before it happens that the system will kill processes for want of memory."""
     needed_bytes = host_bytes(need, device)
+    there = (
+        f"{format_bytes(machine.host_available_bytes)} of {format_bytes(machine.host_total_bytes)}"
+    )
     text = (
         f"DeepSpeed will need about {format_bytes(needed_bytes)} of host memory for "
-        f"{need.num_processes} process(es), and {format_bytes(machine.host_available_bytes)} of "
-        f"{format_bytes(machine.host_total_bytes)} are free"
+        f"{need.num_processes} process(es), and {there} are free"
     )
     advice = (
-        "Set zero_optimization.offload_optimizer.device (or offload_param.device) to 'none' or "
-        "'nvme', a lower sub_group_size, or use fewer processes; nbaccel.advise finds what "
-        "fits."
+        "Set offload_optimizer.device or offload_param.device to 'none' or 'nvme', a lower "
+        "sub_group_size, or use fewer processes; nbaccel.advise finds what fits."
     )
     # What is free may grow until it is needed, so only a machine that is too small is refused.
     if needed_bytes > machine.host_total_bytes:
@@ -463,7 +412,6 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
-            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
-            'would end half-way. Make room, give another folder, or set the device to "cpu".'
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes), and {format_bytes(free_room)} "
+            f'({free_room} bytes) are free. Make room, or set another folder, or the device "cpu".'
         )

@@ -1,7 +1,4 @@
-"""How large a model is; what a run needs on device, host and disk, as bars beside what there is.
-
-Tied weights count once; those on ``meta``, or cut by ZeRO-3, count with their whole size.
-"""
+"""How large a model is, tied weights once; what a run needs, as bars beside what there is."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ def refuse_unsized(model: Any) -> None:
     """Refuse a class in the place of a model, and a model whose weights have no shape yet."""
     if isinstance(model, type):
         raise ConfigError(
-            f"model={model.__name__} is a class, no module: it has no weights before it is "
-            f"called. Give an object of it: {model.__name__}(...)."
+            f"model={model.__name__} is a class, no module. Give an object: {model.__name__}(...)."
         )
     unsized_names = [
         parameter_name
@@ -63,8 +59,7 @@ def refuse_unsized(model: Any) -> None:
     if unsized_names:
         raise ConfigError(
             f"This {type(model).__name__} has weights without a shape "
-            f"({first_few(unsized_names, 2)}), which torch makes in the first forward pass: its "
-            "memory is unknown. Call it once: model(sample_batch)."
+            f"({first_few(unsized_names, 2)}). Call it once: model(sample_batch)."
         )
 
 
@@ -306,7 +301,7 @@ SEGMENT_KINDS = ("parameters", "gradients", "optimizer", "buckets", "activations
 SEGMENT_NAMES = {"others": "in use by others", "buckets": "buffers", "moment": "temporary"}
 """Names of kinds that the word itself does not explain."""
 
-_HOST = "host memory"
+HOST = "host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,11 +331,6 @@ class MemoryBar:
     def place(self) -> str:
         """The place without its product: ``cuda:0``."""
         return self.label.partition(" · ")[0]
-
-    @property
-    def is_host(self) -> bool:
-        """Whether it is the machine's own memory."""
-        return self.place == _HOST
 
     @property
     def free(self) -> int:
@@ -416,7 +406,7 @@ def bars_of(estimate: MemoryEstimate, machine: Inventory) -> tuple[MemoryBar, ..
         label = f"{gpu.kind}:{gpu.index} · {gpu.name}"
         bars.append(_bar(label, estimate.device * sharing, gpu.total_bytes, gpu.free_bytes))
     host = estimate.host
-    label = _HOST
+    label = HOST
     # Processes then compute in host memory, so their needs add up there.
     if not gpus:
         host += estimate.device * estimate.num_processes

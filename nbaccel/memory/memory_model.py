@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FSDP = "fsdp"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """Bytes that may be used: on each device, of the host, of the disk; None: what is free."""
 
@@ -148,14 +148,13 @@ class MemoryModel:
                 resized(self.sample_batch, samples),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
         return self._activations[key]
 
 
 _FLOAT32_BYTES = 4
 _COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
-"""float32 copies of one parameter while Adam steps: at O1 of weight, gradient and divisor, at O2
-and O3 also of both moments."""
+"""float32 copies while Adam steps: of weight, gradient and divisor, then also of both moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,10 +240,9 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     )
 
 
-# torch's ``fully_shard``: each process keeps one part of parameters, gradients and optimizer
-# states, in the parameters' own format (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers
-# are gathered in the format of the computation, the next one ahead. What none holds stays gathered
-# from the forward to the backward pass (torch's documentation of ``reshard_after_forward``).
+# torch's ``fully_shard``: each process keeps a part of parameters, gradients and optimizer states
+# (Rajbhandari et al. 2020, ZeRO, section 5.3). Wrapped layers are gathered in the format of the
+# computation, the next one ahead; the rest stays gathered (``reshard_after_forward``).
 
 _GATHERED_LAYERS = 2  # the one that computes and the one that is gathered ahead
 _REDUCED_BYTES = 4

@@ -1,11 +1,8 @@
 """The ways to train a model here: what each needs, whether it fits, and which is the best.
 
-A way is the chosen settings with another strategy; of its variants (activations computed again,
-less gathered at once) the first that fits is taken. The best is the first that fits in the order of
-transformers' DeepSpeed guide ("Select a ZeRO stage"): no time of a step is estimated.
-
-Proposals are the best of the ways, with the batch halved until one fits; where that one is tight, a
-second one leaves more memory.
+Of a way's variants the first that fits is taken. The best is the first that fits in the order of
+transformers' DeepSpeed guide ("Select a ZeRO stage"): no time of a step is estimated. Proposals are
+the best of the ways, with the batch halved until one fits, and one that leaves more memory.
 """
 
 from __future__ import annotations
@@ -93,7 +90,7 @@ class Candidate:
 def way_of(config: RunConfig, *, world_size: int) -> str:
     """The name of the way to train that a run takes."""
     if (form := _form_of(config)) is not None:
-        return form.way_of(config)
+        return str(form.way_of(config))
     if config.strategy == FSDP:
         return _SHARDED_ON_HOST if (config.fsdp or {}).get("cpu_offload") else _SHARDED_NAME
     return _copies_name(world_size)
@@ -342,9 +339,8 @@ def proposals(finder: CandidateFinder, config: RunConfig) -> tuple[Proposal, ...
         lacking = min(-one.spare for one in candidates if one.need is not None)
     smaller = "" if batch is None else ", even one sample at a time"
     raise ConfigError(
-        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free. "
-        f"Training would run out of memory with {config}. Use more devices, a smaller model, or "
-        "free memory that others use."
+        f"Nothing fits{smaller}: the leanest way needs {format_bytes(lacking)} more than is free "
+        f"with {config}. Use more devices, a smaller model, or free memory."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nbaccel.launchers import notebook_launcher
@@ -68,7 +69,7 @@ def advise(
         MissingBackend: DeepSpeed, or nbaccel's backend for it, is not installed.
         WorkerFailed: (With `try_it`) a step failed for another reason than memory.
     """
-    given = {**locals()}
+    asked = SimpleNamespace(**locals())
     __tracebackhide__ = True
-    advice: Advice = registry.load_advisor()(**given, launch=notebook_launcher)
+    advice: Advice = registry.load_advisor()(asked, notebook_launcher)
     return advice

@@ -1,7 +1,4 @@
-"""Completion, `name?` and tooltips: of magic lines, and of names that only workers have.
-
-IPython before 8.6, such as Colab's, has no matchers that see the cell: its method is wrapped.
-"""
+"""Completion and `name?`: of magic lines, and of names that only workers have."""
 
 from __future__ import annotations
 

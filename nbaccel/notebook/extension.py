@@ -157,9 +157,8 @@ def cell_magic(session: Session, recorder: Cells) -> Callable[[str, str], None]:
             print(cell_manual())
         elif not cell.strip():
             raise ConfigError(
-                f"The cell has no code below %%accelerate: got {cell!r}. The workers have nothing "
-                "to run. Write code there, %accelerate restart to start workers now, or "
-                "%%accelerate --help for the options."
+                f"The cell has no code below %%accelerate: got {cell!r}. Write code there, "
+                "%accelerate restart to start workers now, or %%accelerate --help for the options."
             )
         else:
             _run_cell(session, asked, recorder.source(line, cell))
@@ -282,8 +281,8 @@ def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -
     if line.names:
         return line.names
     raise ConfigError(
-        f"%accelerate {subcommand_name} got no names: nothing would be copied. "
-        f"Write for example %accelerate {subcommand_name} {example_names}."
+        f"%accelerate {subcommand_name} got no names. Write %accelerate {subcommand_name} "
+        f"{example_names}."
     )
 
 

@@ -245,9 +245,8 @@ def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
         are = "is" if world_size == 1 else "are"
         raise ConfigError(
             f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. The cell "
-            f"would not run there. Name ranks up to {world_size - 1}, or start more with "
-            f"%accelerate restart -n {max(unknown_ranks) + 1}."
+            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name these, "
+            f"or start more: %accelerate restart -n {max(unknown_ranks) + 1}."
         )
 
 
@@ -329,8 +328,7 @@ class _LineReader:
             self._keep(option, value if sign else words.popleft())
         else:
             self.mistakes.append(
-                f"{flag_name} needs a value: got "
-                f"{repr(words[0]) if words else 'nothing'} behind it. "
+                f"{flag_name} needs a value: got {repr(words[0]) if words else 'nothing'}. "
                 f"{option.meaning} Write {flag_name} {option.value}."
             )
 
@@ -351,8 +349,8 @@ class _LineReader:
         earlier = self.found.get(option.name, value)
         if earlier != value:
             self.mistakes.append(
-                f"{option.flag} was given twice: got {shown(earlier)} and "
-                f"{shown(value)}. One would silently override the other. Write it once."
+                f"{option.flag} was given twice: {shown(earlier)} and {shown(value)}. Write it "
+                "once."
             )
         self.found[option.name] = value
 
@@ -383,15 +381,11 @@ class _LineReader:
             self.names += word.strip(",").split(",")
         elif takes_names:
             self.mistakes.append(
-                f"{word!r} is no name of a variable: only whole variables are copied. Bind "
-                "the value to a name first, then give that name."
+                f"{word!r} is no name of a variable. Bind the value to a name, then give that."
             )
         # `num_processes=2` is how Python and RunConfig write it.
         elif sign and (option := find_option(options_of(), f"--{option_name}")):
-            self.mistakes.append(
-                f"{word!r} is no option of the line: it would silently have no effect. "
-                f"Write {option.flag} {value}."
-            )
+            self.mistakes.append(f"{word!r} is no option of the line. Write {option.flag} {value}.")
         else:
             self.mistakes.append(
                 f"{self._magic_name} takes options only: got {word!r}, which is none. Code belongs "
@@ -420,9 +414,8 @@ class _LineReader:
         wrong = [name for name in names if not name.isidentifier()]
         if wrong or (text is not None and not names):
             self.mistakes.append(
-                f"--out must be names of variables: got {', '.join(map(repr, wrong)) or repr(text)}"
-                ". They are bound in the notebook after the cell. Write for example --out "
-                "loss,accuracy."
+                "--out must be names of variables: got "
+                f"{', '.join(map(repr, wrong)) or repr(text)}. Write for example --out loss."
             )
         return names
 
@@ -449,9 +442,9 @@ class _LineReader:
             config_value = getattr(named_config, name)
             if line_value != config_value:
                 self.mistakes.append(
-                    f"{name} is {config_value!r} in {variable} and {line_value!r} "
-                    "on the line: one would silently override the other. Leave it out here, or "
-                    f"change it there: {variable} = {variable}.changed({name}={line_value!r})."
+                    f"{name} is {config_value!r} in {variable} and {line_value!r} on the line: "
+                    "one would silently override the other. Leave it out here, or change it there: "
+                    f"{variable} = {variable}.changed({name}={line_value!r})."
                 )
 
     def _expanded(self, word: str) -> str:

@@ -3,8 +3,7 @@
     cell's outputs   [ widgets, live             ]   hide the other as long as they are there
                      [ the same table, and text  ]   what GitHub, nbconvert and a reader see
 
-Both are shown before the memory is estimated, which then fills them. What is kept is renewed a
-moment after a change, or at the end of the cell that made it.
+Both are shown before the memory is estimated; what is kept is renewed after each change.
 """
 
 from __future__ import annotations

@@ -107,8 +107,7 @@ class Session:
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Bind names of the workers in the notebook."""
-        pool = self._living("pulled from", names)
-        magic_line.check_ranks(ranks, pool.num_processes)
+        pool = self._living("pulled from", names, ranks)
         self._bind(pool, pool.pull(*names, ranks=ranks))
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
@@ -118,8 +117,7 @@ class Session:
 
     def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers."""
-        pool = self._living("pushed to", names)
-        magic_line.check_ranks(ranks, pool.num_processes)
+        pool = self._living("pushed to", names, ranks)
         magic_line.missing_names(names, self.shell.user_ns)
         copied_bytes = pool.push(*names, ranks=ranks)
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
@@ -139,9 +137,8 @@ class Session:
         magic_line.missing_names(names, self.shell.user_ns)
         if len(names) > 2:
             raise ConfigError(
-                "%accelerate config takes a model and a batch at most: got "
-                f"{', '.join(names)}. "
-                "It is unclear what the others are. Write %accelerate config model batch."
+                f"%accelerate config takes a model and a batch at most: got {', '.join(names)}. "
+                "Write %accelerate config model batch."
             )
         values = (self.shell.user_ns[name] for name in names)
         given = dict(zip(("model", "sample_batch"), values, strict=False))
@@ -241,8 +238,9 @@ class Session:
         self.shell.push(values)  # type: ignore[no-untyped-call]
         pool.bound_here(tuple(values))
 
-    def _living(self, action: str, names: Sequence[str]) -> Pool:
+    def _living(self, action: str, names: Sequence[str], ranks: Sequence[int] | None) -> Pool:
         if (pool := self.living_pool) is not None:
+            magic_line.check_ranks(ranks, pool.num_processes)
             return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(

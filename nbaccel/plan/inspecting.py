@@ -1,8 +1,4 @@
-"""This machine, inspected without initialising any of its devices, or importing torch.
-
-A container shows the cores and the memory of its host; what it may use is in its control groups. A
-limit of any group above this process counts, so each file is read on the whole way up.
-"""
+"""This machine, with no device initialised; limits of all its control groups count."""
 
 from __future__ import annotations
 
@@ -141,11 +137,7 @@ def free_host_bytes() -> int:
 
 
 def inspect_machine() -> Inventory:
-    """Look at this machine and this process.
-
-    Returns:
-        What was found, a few milliseconds after the call; nothing was initialised for it.
-    """
+    """Look at this machine and this process, in milliseconds, with nothing initialised for it."""
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()

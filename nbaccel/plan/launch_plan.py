@@ -69,15 +69,10 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """The plan in one line.
-
-        Returns:
-            ``2 CPU workers, 1 thread each, started from the template``, for example.
-        """
-        text = "" if self.num_processes == 1 else " each"
+        """The plan in one line: ``2 CPU workers, 1 thread each, started from the template``."""
         parts = [
             count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
-            count_noun(self.threads_per_process, "thread") + text,
+            count_noun(self.threads_per_process, "thread") + " each" * (self.num_processes > 1),
         ]
         if self.config.mixed_precision != "no":
             parts.append(self.config.mixed_precision)
@@ -91,11 +86,7 @@ class Plan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table: what, value, why; warnings under it.
-
-        Returns:
-            Text for a fixed-width font, at most 100 characters a line where words allow.
-        """
+        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:
@@ -115,15 +106,10 @@ class Plan:
             ConfigError: There is no such start method, or it cannot serve this plan.
         """
         methods = [row.name for row in START_METHODS]
-        if method not in methods:
+        if method not in methods or (method == "inline" and self.world_size > 1):
             raise ConfigError(
-                f"start_method must be one of {', '.join(methods)}: got {method!r}. "
-                "Nothing could start the workers. Use one of these."
-            )
-        if method == "inline" and self.world_size > 1:
-            raise ConfigError(
-                f'start_method="inline" cannot run {self.world_size} workers: it is this very '
-                'process. Plan one worker, or use start_method="template".'
+                f"start_method={method!r} cannot start {self.world_size} workers. Use one of "
+                f"{', '.join(methods)}; inline is for one."
             )
         return replace(
             self,

@@ -115,9 +115,7 @@ def precision(
     if choice.problem:
         raise PlatformUnsupported(
             f"mixed_precision={precision_name!r} ({row.meaning}) cannot be trained in: "
-            f"{choice.problem}. Every layer would compute in another format than was asked for. "
-            f"Use one of {', '.join(row.name for row in rows.PRECISIONS if row.path)}; bf16 is the "
-            "nearest."
+            f"{choice.problem}. bf16 is the nearest of those that can."
         )
     precision_class: type[Precision] = load_object((choice.row or row).path)
     return precision_class
@@ -145,8 +143,7 @@ def wanted_strategy(said: Said) -> Wanted | None:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
                 f"{first_request.what} and {second_request.what} were both given: each shards "
-                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
-                "and only one can. Give one of them."
+                "models in its own way, and only one can. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]
@@ -239,8 +236,7 @@ def load_advisor() -> Any:
         if row.advisor:
             return load_object(row.advisor)
     raise MissingBackend(
-        "advise finds configurations of strategies that have an advisor, and of "
-        f"{', '.join(row.name for row in rows.STRATEGIES)} none has one. Nothing can be compared. "
+        f"advise needs one of {', '.join(row.name for row in rows.STRATEGIES)} with an advisor. "
         "Install nbaccel with its DeepSpeed backend."
     )
 
@@ -254,7 +250,7 @@ def plugin_class(class_name: str) -> Any:
 
 
 def settings_forms() -> tuple[Any, ...]:
-    """What pickers offer of strategies that have settings of their own: ``SettingsForm``s."""
+    """What pickers offer of strategies that have settings of their own."""
     return tuple(load_object(row.form)() for row in rows.STRATEGIES if row.form)
 
 

@@ -159,8 +159,8 @@ def _choose_device(config: RunConfig, found: Inventory, findings: _Findings) -> 
             findings.mistakes.append(refusal_text)
         if rows.device_row(config.device).never_run:
             findings.warnings.append(
-                f'device="{config.device}" has never been run with nbaccel: what you see may be '
-                "the first fault. Please report what happens."
+                f'device="{config.device}" has never been run with nbaccel. Please report what '
+                "happens."
             )
         reason = f"{_AS_REQUESTED}{_idle_devices_text(config.device, found)}"
         return Choice("device", config.device, reason)
@@ -205,11 +205,10 @@ def _choose_engine(config: RunConfig, findings: _Findings) -> Choice:
     elif rows.engine_row(name).starts_scripts_only:
         text = elastic_reason(config) or f"engine={name!r}"
         findings.mistakes.append(
-            f"{text} needs torchrun's agent on every machine, which starts scripts and no "
-            "functions of a notebook. Run `nbaccel launch --nnodes 2 --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:PORT script.py` on each machine (`nbaccel export` writes the "
-            'script), or have this notebook start the workers of all: engine="ray", with '
-            "max_restarts if a machine may be lost."
+            f"{text} needs torchrun's agent on every machine, which starts scripts only. Run "
+            "`nbaccel launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT script.py` "
+            "on each (`nbaccel export` writes the script), or have this notebook start the workers "
+            'of all: engine="ray", with max_restarts if a machine may be lost.'
         )
     return Choice("engine", name, reason)
 
@@ -280,9 +279,8 @@ def _choose_start_method(run: _Run) -> Choice:
     methods = run.device.start_methods
     if methods and method not in methods:
         run.findings.mistakes.append(
-            f'start_method="{method}" is not supported on {run.device.name}, whose workers '
-            f"start by {', '.join(methods)} alone. Give num_processes=1 and "
-            f'start_method="{methods[0]}", or another device.'
+            f'start_method="{method}" is not supported on {run.device.name}. Give num_processes=1 '
+            f'and start_method="{methods[0]}", or another device.'
         )
     return Choice("start_method", method, reason)
 
@@ -314,9 +312,8 @@ def _choose_backend(run: _Run) -> Choice:
     backend_text = row.group_backend.upper()
     if num_workers > num_units > 0:
         run.findings.warnings.append(
-            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}: "
-            f"{backend_text} refuses two ranks on one {row.noun}. Each worker has a "
-            f"separate {row.name.upper()} context; num_processes={num_units} is faster."
+            f"{num_workers} workers share {devices_text}, over {row.shared_group_backend}, as "
+            f"{backend_text} refuses. num_processes={num_units} is faster."
         )
         reason = f"{num_workers} workers share {devices_text}, which {backend_text} refuses"
         return Choice(setting_name, backend_name, reason)
@@ -410,9 +407,8 @@ def _check_memory(run: _Run, method: Choice) -> None:
     # A warning only, since the free memory changes.
     if needed_bytes > free_bytes:
         run.findings.warnings.append(
-            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)} "
-            f"before their first tensor, and {format_bytes(free_bytes)} are free: "
-            "the system may kill one. Use fewer workers."
+            f"{count_noun(run.num_processes, 'worker')} take about {format_bytes(needed_bytes)}, "
+            f"and {format_bytes(free_bytes)} are free: the system may kill one. Use fewer workers."
         )
 
 
@@ -423,14 +419,12 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
         return ""
     if found.platform == "linux":
         return (
-            "Separate workers cannot be started: they share the model through memory files, and "
-            "this Python has no os.memfd_create. Give num_processes=1 to run in this process, or "
-            "use a Python that was built for Linux 3.17 and glibc 2.27 or later."
+            "Separate workers cannot be started: this Python has no os.memfd_create. Give "
+            "num_processes=1, or use a Python for Linux 3.17 and glibc 2.27 or later."
         )
     return (
-        f"Separate workers cannot be started on {found.platform!r}: they are forked and share "
-        "the model through memory files (os.memfd_create), which only Linux has. "
-        "Give num_processes=1 to run in this process, or use Linux (WSL, Docker)."
+        f"Separate workers cannot be started on {found.platform!r}, which has no memory files. "
+        "Give num_processes=1, or use Linux (WSL, Docker)."
     )
 
 
@@ -474,9 +468,8 @@ def with_named_gpus(found: Inventory, setting: str | None) -> tuple[Inventory, s
             here = f"{count_noun(len(numbers), 'GPU')} ({', '.join(numbers)})"
             problem = "twice" if gpu in named_gpus else f"and here are {here}"
             return found, (
-                f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or slots of a filter) "
-                f"names GPU {name!r}, {problem}. CUDA would hide it and all that follow, and "
-                "workers would have none. Name others, or leave it out to take all."
+                f"CUDA_VISIBLE_DEVICES={setting!r} of the workers (gpu_ids, or a filter) names GPU "
+                f"{name!r}, {problem}: CUDA would hide it. Name others, or leave it out."
             )
         named_gpus.append(gpu)
     note = found.gpu_note if names else f"CUDA_VISIBLE_DEVICES={setting!r} hides all"

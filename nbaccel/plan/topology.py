@@ -131,10 +131,9 @@ def run_variables(run_config: RunConfig) -> dict[str, str]:
     return launch_variables | (run_config.variables or {})
 
 
-# Its name says the place: deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of
-# 66 MiB for each rank, made in `init_distributed` where LOCAL_SIZE says that all are on this
-# machine. Without it the first ``inference_all_reduce`` of a CPU worker crashes; with it the files
-# stay, or end a process for want of room. So workers get it where there is room; we remove them.
+# It is called deepspeed_allreduce_buffer_<user>_<MASTER_ADDR>_<MASTER_PORT>_<rank>, of 66 MiB for
+# each rank, made where LOCAL_SIZE says that all are here. Without it `inference_all_reduce` crashes
+# on CPUs; with it files stay. So workers get it where there is room, and we remove them.
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - DeepSpeed chooses the name
 FILE_BYTES = (66 << 20) + 4096

@@ -1,7 +1,4 @@
-"""``TrainingPlan``: what an `Accelerator` will do in this process, with the reason for each choice.
-
-First stand the rules of precisions, which plans of launches ask, too.
-"""
+"""``TrainingPlan``: what an `Accelerator` will do, and why; first the rules of precisions."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ def precision_warnings(
     imitators = {g: version for g, version in gpus.items() if version < precision.imitated_below}
     if imitators:
         yield (
-            f'mixed_precision="{precision.name}" is only imitated by {_described(imitators)}: it '
-            'saves no time. "fp16" is fast there.'
+            f'mixed_precision="{precision.name}" is only imitated by {_described(imitators)}. Use '
+            '"fp16".'
         )
 
 
@@ -107,15 +104,13 @@ def fp8_mistakes(
     elif capability is not None and not (lowest <= capability < above or capability < (8, 9)):
         bound = f" and below {_dotted(above)}" if above < (99, 0) else ""
         yield (
-            f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or newer"
-            f"{bound}; this one has {_dotted(capability)}. Its first product "
-            f'would fail. Give recipe="{row.recipes[0]}".'
+            f"fp8.recipe={recipe!r} needs a GPU of compute capability {_dotted(lowest)} or "
+            f'newer{bound}; this one has {_dotted(capability)}. Give recipe="{row.recipes[0]}".'
         )
     if settings.fp8_format == "E5M2" and "fp8_format" in row.settings:
         yield (
-            "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights: models do not "
-            "train in it, and TransformerEngine refuses it. Give HYBRID, which keeps E5M2 for "
-            "gradients, or E4M3."
+            "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights, in which "
+            "models do not train. Give HYBRID, which keeps E5M2 for gradients, or E4M3."
         )
     if settings.opt_level == "O3" and "opt_level" in row.settings and world_size == 1:
         yield (
@@ -134,10 +129,7 @@ def fp8_warnings(
         if name not in ("backend", *row.settings):
             yield f"fp8.{name}={value!r} has no effect: {row.name} does not read it."
         if has_no_history and name in HISTORY_SETTINGS:
-            yield (
-                f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: only delayed scaling "
-                "has a history."
-            )
+            yield f"fp8.{name}={value!r} has no effect with recipe={recipe!r}: it has no history."
     if is_emulated(row, compute_capability):
         yield (
             f"fp8 is emulated on {device.name}, which has no 8-bit products: training computes "
@@ -160,9 +152,8 @@ def unfit_precision(
     reason = f"{strategy.name} trains in {', '.join(strategy.precisions)} alone"
     if choice.row is not None and "opt_level" in choice.row.settings:
         reason = (
-            f"MS-AMP's level {level} keeps each weight under a scale of its own, and "
-            f"{strategy.name} cuts weights into flat pieces. O3 without it divides the optimizer's "
-            "state over the processes by itself"
+            f"MS-AMP's level {level} scales each weight, and {strategy.name} cuts weights into "
+            "flat pieces. O3 without it divides the optimizer's state over the processes by itself"
         )
     return (
         f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
@@ -222,11 +213,7 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table: what, value, why; warnings under it.
-
-        Returns:
-            Text for a fixed-width font.
-        """
+        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:

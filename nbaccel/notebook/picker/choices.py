@@ -212,7 +212,7 @@ def edit_config(
     new_value = _as_typed(setting, new_value)
     form = form_of(setting.name)
     if form is not None:
-        edit = form.edited(config, setting, new_value, before=earlier_configs.get(form))
+        edit: Edit = form.edited(config, setting, new_value, before=earlier_configs.get(form))
     else:
         # A cleared field stands for the default, which need not be None.
         value = setting.default if new_value in (None, "") else new_value

@@ -63,7 +63,8 @@ def read_settings_source(
             f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
             "configuration of its own. They would have no effect. Leave them out."
         )
-    return form.read(settings, config, inventory)
+    run_config, remarks = form.read(settings, config, inventory)
+    return run_config, remarks
 
 
 def _is_run(settings: Mapping[str, Any]) -> bool:
@@ -97,8 +98,7 @@ def _parse_source(source: str | Path) -> Mapping[str, Any]:
     example = 'a DeepSpeed configuration, {"zero_optimization": {"stage": 2}} for example'
     if not text.strip():
         raise ConfigError(
-            f"{name} is empty: got {text!r}. It would change nothing. Give {example}, or a "
-            "RunConfig, as JSON or YAML."
+            f"{name} is empty: got {text!r}. Give {example}, or a RunConfig, as JSON or YAML."
         )
     # Text in braces is meant as JSON, whose reader names the place of a mistake.
     if text.lstrip().startswith("{"):
@@ -128,8 +128,7 @@ def _source_text(source: str | Path) -> tuple[str, str]:
             return path.read_text(encoding="utf-8"), f"{str(path)!r}"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}. Nothing was changed. Give the path of a JSON "
-            "or YAML file, or paste its text."
+            f"{str(path)!r} cannot be read: {error}. Give another path, or paste its text."
         ) from error
     return str(source), pasted
 

@@ -1,7 +1,4 @@
-"""The fields of a picker: one setting each, with what it comes to and what it means.
-
-Widgets are made once, so the keyboard's focus stays; a field's only state is refused text.
-"""
+"""The fields of a picker: widgets, made once so that the focus stays, for one setting each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``PickerModel``: what a picker shows and decides, without widgets.
-
-Its state is one frozen `RunConfig`; all else follows from it, the inventory and capability rows.
-"""
+"""``PickerModel``: what a picker shows and decides, without widgets, all from one `RunConfig`."""
 
 from __future__ import annotations
 
@@ -182,7 +179,7 @@ class PickerModel:
             return ""  # the present value stays selectable, whatever is wrong with it
         form = choices.form_of(setting.name)
         if form is not None:
-            return form.option_refusal(self.config, setting, value)
+            return str(form.option_refusal(self.config, setting, value))
         if setting.name == "fp8.backend":
             row = {row.name: row for row in rows.FP8_BACKENDS}.get(value)
             if row is not None and row.package and not is_installed(row.package):
@@ -215,7 +212,7 @@ class PickerModel:
             return name == "fp8.backend" or self._is_read(name.removeprefix(choices.FP8))
         form = choices.form_of(name)
         if form is not None:
-            return form.is_shown(self.config, self.setting(name))
+            return bool(form.is_shown(self.config, self.setting(name)))
         if name == "tpu_driver":
             return self.inventory.tpu_chips > 0
         return name not in _MULTI_NODE_FIELDS or self.config.num_nodes > 1
@@ -241,10 +238,7 @@ class PickerModel:
         # Python code can give a value that the form shows greyed.
         for option, reason in self.offers(name):
             if option.value == value and reason:
-                raise ConfigError(
-                    f"{name}={value!r} cannot be chosen: {reason}. Training would "
-                    "fail or ignore it. Choose another."
-                )
+                raise ConfigError(f"{name}={value!r} cannot be chosen: {reason}. Choose another.")
         device = self.plan.device if self.plan is not None else "cpu"
         edit = choices.edit_config(
             self.config, setting, value, device=device, earlier_configs=self._before
@@ -293,8 +287,7 @@ class PickerModel:
             atomic.write_text(Path(path).expanduser(), faces[face].rstrip("\n") + "\n")
         except OSError as error:
             raise ConfigError(
-                f"{str(path)!r} cannot be written: {error}. The configuration would be lost with "
-                "the notebook. Give another path."
+                f"{str(path)!r} cannot be written: {error}. Give another path."
             ) from error
 
     def _become(self, config: RunConfig, remarks: tuple[str, ...]) -> None:
@@ -450,18 +443,19 @@ class PickerModel:
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures all precisions, so that no later choice waits for that."""
         model = self._memory_model
-        if model is None:
+        if model is None or model.sample_batch is None:
             return ()
         may_recompute = not self.refusal("activation_checkpointing")
-        changes = [
-            {"mixed_precision": precision, "activation_checkpointing": recomputes}
-            for precision in (self.precisions if model.sample_batch is not None else ())
-            for recomputes in (False, True)
-            if may_recompute or recomputes == self.config.activation_checkpointing
-        ]
-        return tuple(partial(self._measure_later, model, change) for change in changes)
+        return tuple(
+            partial(
+                self._measure_later, model, mixed_precision=precision, activation_checkpointing=it
+            )
+            for precision in self.precisions
+            for it in (False, True)
+            if may_recompute or it == self.config.activation_checkpointing
+        )
 
-    def _measure_later(self, model: MemoryModel, changes: Mapping[str, Any]) -> None:
+    def _measure_later(self, model: MemoryModel, **changes: Any) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
             forms = settings_form.settings_forms()
@@ -562,11 +556,9 @@ def check_model_and_batch(model: Any, sample_batch: Any) -> None:
     # By its method, because `isinstance` would import torch for a form without a model.
     if model is not None and not callable(getattr(model, "modules", None)):
         raise ConfigError(
-            f"model={type(model).__name__} is no module: its parameters decide what fits. Give a "
-            "torch module; it may be on meta."
+            f"model={type(model).__name__} is no module. Give a torch module; it may be on meta."
         )
     if model is None and sample_batch is not None:
         raise ConfigError(
-            f"sample_batch={type(sample_batch).__name__} was given without a model: there is "
-            "nothing to call with it. Give the model, too."
+            f"sample_batch={type(sample_batch).__name__} was given without a model. Give it, too."
         )

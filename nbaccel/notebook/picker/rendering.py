@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config.capabilities import device_row
-from nbaccel.memory.estimate import SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
+from nbaccel.memory.estimate import HOST, SEGMENT_KINDS, SEGMENT_NAMES, MemoryBar
 from nbaccel.notebook.picker.choices import PANELS, form_of, settings, title_of
 from nbaccel.plan.launch_plan import Choice
 
@@ -591,7 +591,7 @@ def ways_lines(candidates: Sequence[Candidate], *, knows_free: bool = True) -> l
     for one in candidates:
         bars = () if one.need is None else one.need.bars
         # The first is what the table is about.
-        needed = [bar.needed for place, bar in enumerate(bars) if not place or bar.is_host]
+        needed = [bar.needed for place, bar in enumerate(bars) if not place or bar.place == HOST]
         clauses = [
             "chosen" if one.is_taken else "",
             f"★ best: {one.reason}" if one.is_best else "",

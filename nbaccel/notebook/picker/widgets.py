@@ -3,9 +3,8 @@
     user ── widgets ──► PickerView ── choose ──► PickerModel ── observe ──► PickerView.sync
     text ── a moment without a key ──► PickerModel.read ──► mistakes, each with its line, or Apply
 
-Widgets are made once, those of a section when it is first opened, because each costs messages to
-the page; a change sends values only. A front end may handle the user's actions in another thread
-while a cell runs, so every action takes one lock.
+Widgets are made once, because each costs messages to the page. A front end may handle actions in
+another thread while a cell runs, so every action takes one lock.
 """
 
 from __future__ import annotations

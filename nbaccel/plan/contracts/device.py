@@ -1,8 +1,7 @@
-"""``Device``: all that is known here of one kind of hardware.
+"""``Device``: all that is known here of one kind of hardware, without state.
 
-A notebook that launches asks what is there and what forbids a fork: no answer may initialise the
-hardware, or import torch. In a process that trains the defaults use `torch.accelerator` and
-`torch.get_device_module`. An implementation has no state.
+A notebook that launches asks what is there: no answer may initialise it, or import torch. In a
+process that trains the defaults use `torch.accelerator` and `torch.get_device_module`.
 """
 
 from __future__ import annotations

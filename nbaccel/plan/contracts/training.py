@@ -338,8 +338,7 @@ class ShardedCheckpoints(Protocol):
         """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""
 
 
-Piece = tuple[int, "torch.Tensor"]
-"""Number of the first element in the flattened whole, and the values, of shape ``[n]``."""
+Piece = tuple[int, "torch.Tensor"]  # first element in the flattened whole; values ``[n]``
 
 
 @dataclass(frozen=True)
@@ -417,8 +416,7 @@ class ShardReader:
         """End the library's part of this process; `before` is what the row's ``observe`` saw."""
 
 
-# Where DeepSpeed's file says which optimizer and schedule there are, a loop is written with these,
-# and `prepare` puts the real ones in their place. Names and arguments are Accelerate's.
+# Where DeepSpeed's file has optimizer and schedule: `prepare` puts the real ones in their place.
 
 
 class _Unsaid(float):

@@ -152,7 +152,7 @@ def test_arguments_become_keys():
         "offload_param": {"device": "nvme", "nvme_path": "/fast"},
         "stage3_gather_16bit_weights_on_model_save": True,
     }
-    assert plugin.accumulation_steps == 4
+    assert plugin.said["gradient_accumulation_steps"] == 4
     assert plugin.get_value("gradient_clipping") == 0.5
 
 
@@ -172,7 +172,7 @@ def test_a_configuration_comes_in_many_forms(form, tmp_path):
         "HfDeepSpeedConfig": SimpleNamespace(config=given),
     }
     plugin = DeepSpeedPlugin(hf_ds_config=forms[form])
-    assert (plugin.zero_stage, plugin.accumulation_steps) == (1, 3)
+    assert (plugin.zero_stage, plugin.said["gradient_accumulation_steps"]) == (1, 3)
     assert given == {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 3}
 
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_read_or_served():
     plugin = DeepSpeedPlugin(
         hf_ds_config={"bfloat16": {"enabled": "true"}, "zero_optimization": {"stage": "3"}}
     )
-    assert (plugin.mixed_precision, plugin.zero_stage) == ("bf16", 3)
+    assert (plugin.said["mixed_precision"], plugin.zero_stage) == ("bf16", 3)
     with pytest.raises(ConfigError, match="are both true"):
         DeepSpeedPlugin(hf_ds_config={"fp16": {"enabled": True}, "bf16": {"enabled": True}})
     with pytest.raises(ConfigError, match="bf16 must be a section"):
