@@ -105,9 +105,7 @@ def process_use(pid: int) -> ProcessUse | None:
         process = psutil.Process(pid)
         with process.oneshot():
             times = process.cpu_times()
-            return ProcessUse(
-                rss_bytes=int(process.memory_info().rss), cpu_s=float(times.user + times.system)
-            )
+            return ProcessUse(process.memory_info().rss, times.user + times.system)
     return None
 
 
@@ -146,9 +144,8 @@ def listen(
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} "
-            f"could not find each other there. Leave {setting} out: a free port is found and "
-            "reserved.",
+            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} could not "
+            f"find each other there. Leave {setting} out: a free port is found and reserved.",
             port=port,
         ) from error
     return listener

@@ -83,8 +83,7 @@ class CudaDevice(Device):
         return ""
 
     def idle_reason(self, inventory: Inventory) -> str:
-        # Read from the version, because asking `torch.cuda` would need torch imported in the
-        # notebook.
+        # Read from the version: asking `torch.cuda` would need torch imported in the notebook.
         if not inventory.torch_version.endswith("+cpu"):
             return ""
         return (
@@ -133,7 +132,7 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
 
 DEVICE_NODES = ("nvidia0", "dxg", "kfd")  # of NVIDIA's driver, of WSL, of AMD's driver
 
-_TIMEOUT_S = 60
+_ASK_S = 60
 _SCRIPT = """
 import json, torch
 found = []
@@ -160,13 +159,8 @@ def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -
 def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gpu, ...], str]:
     """The GPUs that torch sees."""
     try:
-        done = subprocess.run(
-            [*interpreter, "-c", _SCRIPT],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
+        command = [*interpreter, "-c", _SCRIPT]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
         answers = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return (), f"a process that asked torch for GPUs failed: {error}"

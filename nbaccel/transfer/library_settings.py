@@ -58,10 +58,6 @@ def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters.extend([*own, *filters])  # type: ignore[attr-defined]
 
 
-def _safe_globals() -> list[tuple[str, bytes]]:
-    return [_pickled_global(entry) for entry in torch.serialization.get_safe_globals()]
-
-
 @functools.cache  # torch keeps them all, too
 def _pickled_global(entry: Any) -> tuple[str, bytes]:
     """It, behind the installed package that it is from; "" where it is the user's own."""
@@ -132,15 +128,16 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     },
     "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision,
     **{name: functools.partial(_at, name) for name in _ATTRIBUTES},
-    "torch.serialization.add_safe_globals": _safe_globals,
+    "torch.serialization.add_safe_globals": lambda: [
+        _pickled_global(entry) for entry in torch.serialization.get_safe_globals()
+    ],
     "torch.multiprocessing.set_sharing_strategy": torch.multiprocessing.get_sharing_strategy,
     **{
         f"torch.backends.cuda.enable_{kind}_sdp": _at(f"torch.backends.cuda.{kind}_sdp_enabled")
         for kind in ("flash", "mem_efficient", "math", "cudnn")
     },
 }
-"""What reads each setting here, as something that can be compared and pickled. The function of its
-name sets it, given a dict by keywords."""
+"""What reads each setting; the function of its name sets it, given a dict by keywords."""
 
 
 def _read_all() -> dict[str, Any]:
@@ -153,10 +150,8 @@ def _read_all() -> dict[str, Any]:
 
 
 _FRESH = _read_all()
-"""The settings before other packages are imported: workers have them from the template.
-
-What the notebook has left so, stays as packages that only workers import have set it.
-"""
+"""The settings before other packages are imported. What the notebook has left so, stays as packages
+that only workers import have set it."""
 
 _LOGGING = "logging"
 _TOLD: dict[str, str] = {}  # setting → why it could not be sent, as the user has been told
@@ -240,8 +235,7 @@ def _write(name: str, value: Any) -> None:
 
 
 _HandlerSettings = tuple[str, str | None, int, bytes]
-"""A handler's stream or file, encoding and level; formatter and filters, unless they don't pickle:
-it works without them."""
+"""A handler's stream or file, encoding and level; formatter and filters, where they pickle."""
 _LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
 """A logger's level, whether it propagates and is disabled, and its handlers."""
 _UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())

@@ -133,9 +133,9 @@ class Mapping:
         self.address = int(address)
         self.identity = file_identity(fd)
         if is_private:
-            mapped_files.register(self)
+            mapped_files.LIVING_MAPPINGS.add(self)
         else:
-            mapped_files.forget_mapping(self)
+            mapped_files.LIVING_MAPPINGS.discard(self)
 
     def advise(self, start: int, end: int, advice: int) -> None:
         """Tell the system what is about to happen to these bytes (``madvise(2)``)."""

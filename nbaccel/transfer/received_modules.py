@@ -86,8 +86,7 @@ class LocalArena:
 
     def equal_runs(self, spans: list[memfd.ByteRange]) -> Iterator[memfd.ByteRange]:
         """What of these bytes is here as it is in the notebook."""
-        # A mapping of its own, because this worker's shows its own pages. Private, because the file
-        # may be a checkpoint that is open for reading only.
+        # This worker's shows its own pages. Private: the file may be open for reading only.
         arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
         return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
 
@@ -357,18 +356,16 @@ class ReceivedModules:
         modules = list(self._modules.values())
         return self._write(modules, self._arenas, self._staging, keeps_states=True)
 
-    def write_changed(
-        self, staging_files: Mapping[str, int]
-    ) -> tuple[WeightReport, dict[str, int]]:
+    def write_changed(self, staging: Mapping[str, int]) -> tuple[WeightReport, dict[str, int]]:
         """Write what has changed; returns files of its own that hold whole arenas, too."""
         changed = [
             received
             for received in map(self._modules.__getitem__, self.dirty())
-            if received.arena_keys() <= staging_files.keys()
+            if received.arena_keys() <= staging.keys()
         ]
         keys = {key for received in changed for key in received.arena_keys()}
         arenas = {key: self._arenas[key] for key in sorted(keys)}
-        report = self._write(changed, arenas, staging_files, keeps_states=False)
+        report = self._write(changed, arenas, staging, keeps_states=False)
         if self._rank != 0:
             written = self._written()
             for received in changed:
@@ -438,10 +435,9 @@ class ReceivedModules:
             staging = memfd.Mapping(staging_files[slot.arena], mapping.nbytes, is_private=False)
             spans = []
             for spot, piece in sharded_tensors.pieces(tensor, self._held.get(tensor)):
-                before = slot.view(mapping)
-                values = sharded_tensors.unrounded_values(
-                    piece.detach(), before, spot, tensor.dtype
-                )
+                theirs = slot.view(mapping)
+                values = piece.detach()
+                values = sharded_tensors.unrounded_values(values, theirs, spot, tensor.dtype)
                 put = sharded_tensors.put_piece(slot.view(staging), spot, values)
                 spans += [(slot.start + start, slot.start + end) for start, end in put]
             yield slot, spans
@@ -520,14 +516,12 @@ def _untied_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -
     first_names: dict[Slot, str] = {}
     for slot in slots:
         first_name = first_names.setdefault(slot._replace(name=""), slot.name)
-        if first_name != slot.name and not _have_same_values(
-            tensors[first_name], tensors[slot.name]
-        ):
+        if first_name != slot.name and not _are_equal(tensors[first_name], tensors[slot.name]):
             return f"{first_name} and {slot.name} were tied, and now have different values"
     return ""
 
 
-def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     # No rank has all values of a sharded tensor to compare.
     if one is other or sharded_tensors.is_sharded(one) or sharded_tensors.is_sharded(other):
         return True

@@ -41,8 +41,7 @@ class WeightReport:
     own_bytes: defaultdict[str, list[memfd.ByteRange]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Exactly the bytes that this rank has put into each staging file: of a sharded tensor its own
-    piece."""
+    """Exactly what this rank has put into each staging file: of a sharded tensor its piece."""
     stranded: dict[str, str] = field(default_factory=dict)  # module's path → why not written back
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
@@ -174,7 +173,6 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "
         "rank 0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
-        "DistributedDataParallel already? Then some parameters took no part in the loss: "
-        "find_unused_parameters=True.)"
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (In DDP already? Then "
+        "some parameters took no part in the loss: find_unused_parameters=True.)"
     )

@@ -132,8 +132,7 @@ def torch_xla_variables(
         "TPU_VISIBLE_CHIPS": str(local_rank),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": _chosen_bounds("torch_xla", generation, num_workers, known_bounds),
-        # The workers of this host are all there are, so ranks count from 0 whatever the host's
-        # own number is.
+        # The workers of this host are all there are: ranks count from 0, whatever its own number.
         "CLOUD_TPU_TASK_ID": str(local_rank),
     }
     if num_workers == 1:
@@ -169,8 +168,7 @@ def _local_addresses(ports: Sequence[int]) -> str:
     return ",".join(f"localhost:{port}" for port in ports)
 
 
-# Google's network and storage devices have the same vendor, so the device decides. 0x0027 is v2 or
-# v3; 0x0056 has no public name.
+# Google's other devices have the same vendor. 0x0027 is v2 or v3; 0x0056 has no public name.
 _GENERATIONS = {
     "0x0027": "v2",
     "0x0056": "",
@@ -305,7 +303,6 @@ def _link_target(path: Path) -> str:
 _HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
 
 _ACCELERATOR_TYPE = re.compile(r"(?:v(\d)(litepod|e|p)?|tpu(7x))(?:-\d+)?")
-_LITE_NAMES = {"litepod": "e"}
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -321,7 +318,7 @@ def generation_of_type(accelerator_type: str) -> str:
     if type_match is None:
         return ""
     number, variant, seventh = type_match.groups()
-    generation = seventh or f"v{number}{_LITE_NAMES.get(variant, variant or '')}"
+    generation = seventh or f"v{number}{'e' if variant == 'litepod' else variant or ''}"
     return generation if generation in BYTES_PER_CHIP else ""
 
 
@@ -334,12 +331,6 @@ def _notes_on(host: TpuHost, packages: drivers.DriverPackages) -> Iterator[str]:
             f"{count_noun(host.chips_on_bus, 'TPU chip')} on the PCI bus, and this process could "
             f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
             "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
-        )
-    if packages.foreign_torch_tpu:
-        yield (
-            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
-            "entry point torch_tpu._loader:load, and Sophgo's package has the same name. It drives "
-            "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, installed in versions.items():
