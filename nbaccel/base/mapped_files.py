@@ -24,8 +24,7 @@ LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
 def find_mapping(address: int, num_bytes: int) -> Any:
     """The private mapping that holds these bytes, if any."""
     # A copy, because another thread may add one while the loop runs.
-    living_mappings = tuple(LIVING_MAPPINGS)
-    return next((one for one in living_mappings if one.contains(address, num_bytes)), None)
+    return next((one for one in tuple(LIVING_MAPPINGS) if one.contains(address, num_bytes)), None)
 
 
 def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> None:

@@ -119,13 +119,10 @@ def loopback(host_address: str) -> str:
     if host_address != LOOPBACK_ADDRESSES[0]:
         return host_address
     for address, family in zip(LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
-                probe_socket.bind((address, 0))
-        # This machine has no such address, or no such family.
-        except OSError:
-            continue
-        return address
+        # Raised where this machine has no such address, or no such family.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return address
     return host_address
 
 

@@ -114,8 +114,7 @@ def forget_accelerate() -> None:
 def _patch_preparing(module: ModuleType) -> None:
     """Let this worker prepare what has the mark of the notebook's `prepare`, too."""
     for name in ("prepare_model", "prepare_data_loader"):
-        around = functools.partial(_prepare, weakref.WeakSet[Any]())
-        _wrap_method(module.Accelerator, name, around)
+        _wrap_method(module.Accelerator, name, functools.partial(_prepare, weakref.WeakSet[Any]()))
 
 
 def _prepare(

@@ -222,8 +222,7 @@ class Pool:
         source = code if isinstance(code, CellSource) else _source_of(code)
         source.publish()
         with self._working(ranks) as (group, asked):
-            names = names_of(source.text)
-            with self._package_changes(names) as wanted:
+            with self._package_changes(names_of(source.text)) as wanted:
                 update = self._namespace_sync.prepare(wanted, asked)
             self._send(group, update)
             start_time = time.monotonic()

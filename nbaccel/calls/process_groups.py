@@ -6,9 +6,8 @@ notebook asks the workers that are idle to join as well.
 A rank whose peers have failed waits in C++ for ever and handles no signals. Its second thread then
 shuts down the sockets that belong to its groups, and the wait ends with an error; NCCL has `abort`
 for that. Groups that were cut, or whose ranks have begun different numbers of collectives, are of
-no more use: all ranks leave them, and the next use makes new ones. DDP models take these up in
-their next forward (`reattach_models`), which does what DDP's constructor would do, without a new
-wrapper: the optimizer, its state and other code hold references to the old one.
+no more use: all ranks leave them, and the next use makes new ones, which DDP models take up in
+their next forward (`reattach_models`), as other code holds references to them.
 """
 
 from __future__ import annotations

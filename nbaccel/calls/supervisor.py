@@ -541,10 +541,8 @@ class Supervisor:
         now = time.monotonic()
         waits = []
         for facts in self._show.board.ranks.values():
-            step_s = 1 / (facts.pace.overall or float("inf"))
-            wait_s = min(
-                max(time_limits.STEP_S, time_limits.STEPS * step_s), time_limits.MOST_STEP_S
-            )
+            steps_s = time_limits.STEPS / (facts.pace.overall or float("inf"))
+            wait_s = min(max(time_limits.STEP_S, steps_s), time_limits.MOST_STEP_S)
             if facts.told.steps and facts.told.time >= now - wait_s:
                 waits.append(wait_s)
         return max(waits, default=0.0)

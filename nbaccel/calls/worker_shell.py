@@ -39,7 +39,7 @@ from nbaccel.workers.worker_output import without_widgets
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
 
 # Of magics, commands and help anywhere in a line, and of quoted calls at its start.
-_IPYTHON_SIGNS = re.compile(r"[%!?]|^\s*[,;/]", re.MULTILINE)
+_MAGIC_SIGNS = re.compile(r"[%!?]|^\s*[,;/]", re.MULTILINE)
 
 _TRUSTED_NAMES = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
 
@@ -51,9 +51,7 @@ class _LineKeepingTransformer(TransformerManager):
 
     def do_token_transforms(self, lines: list[str]) -> list[str]:
         """Leave code alone that has nothing of IPython's syntax, without reading it by tokens."""
-        if self.token_transformers == self._of_ipython and not _IPYTHON_SIGNS.search(
-            "".join(lines)
-        ):
+        if self.token_transformers == self._of_ipython and not _MAGIC_SIGNS.search("".join(lines)):
             return lines
         return list(super().do_token_transforms(lines))  # type: ignore[no-untyped-call]
 

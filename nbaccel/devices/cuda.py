@@ -3,10 +3,9 @@
 A CUDA context cannot be forked: its copy fails in the first call. So nothing here touches CUDA
 outside a worker, and :meth:`CudaDevice.hazards` finds a context by the traces it leaves.
 
-NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context. Which of
-them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``, whose rules are
-followed here. Where it cannot be asked (a container without the driver's library, some of WSL,
-ROCm), torch is asked, in a process that ends with its answer; once, because that takes seconds.
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context; the
+rules of ``CUDA_VISIBLE_DEVICES`` are followed here. Where it cannot be asked (containers, WSL,
+ROCm), torch is, in a process that ends with its answer; once, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -251,8 +250,7 @@ class Meter:
             handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
             if handle is None:
                 continue
-            running = nvml.nvmlDeviceGetComputeRunningProcesses
-            for process in _ask_driver(nvml, (), running, handle):
+            for process in _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle):
                 if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes

@@ -249,6 +249,5 @@ def _share_out(
         num_workers = min(places[host.name], workers_left)
         workers_left -= num_workers
         if num_workers:
-            inventory = inventories[host.name]
-            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
+            shares.append(HostShare(host.name, num_workers, inventories[host.name], host.devices))
     return tuple(shares)

@@ -196,8 +196,7 @@ class SlurmEngine(Engine):
         slots = [int(count) for count, times in groups for _ in range(int(times or 1))]
         # An allocation that does not say how many tasks takes one per device, or core.
         slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
-        num_places = sum(slots_by_name.values())
-        if config.num_processes is not None and config.num_processes > num_places:
+        if config.num_processes is not None and config.num_processes > sum(slots_by_name.values()):
             # More workers than tasks were allocated: they are shared out evenly.
             slots_by_name = {}
         hosts = [Host(name=name, address=name, slots=slots_by_name.get(name)) for name in names]

@@ -8,8 +8,7 @@
 
 A *worker* is named by a number that the notebook gives it.
 
-It is to its node what the notebook's process is to its own machine, and starts workers as that
-does. It imports no torch, which takes seconds: its template does.
+It starts workers as the notebook does, and imports no torch (seconds), which its template does.
 
 Seen in Ray 2.60: its workers block SIGINT, which children inherit; they set OMP_NUM_THREADS=1; of
 calls that run at a time a later one may begin first, unless it waits for an earlier one's result.
@@ -160,9 +159,7 @@ class NodeActor:
         events = [self._outbox.get()]
         return events + [self._outbox.get() for _ in range(self._outbox.qsize())]
 
-    def read(
-        self, number: int, ranges: Sequence[memfd.ByteRange]
-    ) -> Iterator[list[tuple[int, Any]]]:
+    def read(self, number: int, ranges: list[memfd.ByteRange]) -> Iterator[list[tuple[int, Any]]]:
         """Bytes of a staging file, in parts: lists of first byte, array of uint8."""
         part: list[tuple[int, Any]] = []
         num_bytes = 0

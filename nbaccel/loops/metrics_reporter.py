@@ -8,10 +8,8 @@ out at most twice a second, and never waits. What has not been sent when the fun
 sent then, so that the last value is never lost.
 
 A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
-epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
-
-Progress bars of tqdm tell the panel how far they are, at tqdm's own pace, instead of being drawn. A
-widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
+epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch. Bars
+of tqdm tell the panel how far they are instead of being drawn; widgets are drawn as ever.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@
     module.weight ──► shared map ──► [ weight | bias | … ] ◄── private map ◄── module.weight
                                                                 └► pages it writes are its own
 
-[Note: storages, not tensors] The unit that moves is the storage, because that is what tied weights,
-views, transposed and expanded parameters have in common: move the storage once, then point every
-tensor at it with the geometry it had. `Parameter` objects stay the same objects (only their `.data`
-changes), so an optimizer built in the notebook still steps the right ones. What does not survive
-the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps the old memory.
+[Note: storages, not tensors] The unit that moves is the storage, which tied weights, views and
+transposed or expanded parameters have in common: then every tensor is pointed at it with its old
+geometry. `Parameter` objects stay the same (only their `.data` changes), so an optimizer still
+steps the right ones. A view taken earlier (`w = model.weight.data[0]`) keeps the old memory.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Arena(memfd.Mapping):
         self.key = f"arena{next(_ARENA_NUMBERS)}"  # names no other arena of this process
         self.is_checkpoint = is_checkpoint
         # The descriptor stays open, because workers are sent copies of it.
-        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
+        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_fd=True)
         _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     @classmethod

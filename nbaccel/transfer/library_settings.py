@@ -4,9 +4,8 @@
     read each row ─► bytes ── Job ──►     what differs from here, and from what came before, is set
 
 Handlers of loggers that write to stderr or stdout write to the worker's; those that write to a file
-append to the same one, from all ranks, without rotation: two processes would rename each other's
-files. Handlers of any other kind stay with the notebook. A library that configures its own logger
-does so again when a worker imports it: of those only the levels are carried over.
+append to the same one, without rotation: ranks would rename each other's files. Handlers of other
+kinds stay with the notebook. Of loggers that libraries configure, only levels are carried over.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def _pickled_global(entry: Any) -> tuple[str, bytes]:
     holder = entry[0] if isinstance(entry, tuple) else entry
     package = str(getattr(holder, "__module__", "")).partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    is_installed = "-packages/" in file
-    return package if is_installed else "", pickling.dumps_with_lines(entry)
+    return package if "-packages/" in file else "", pickling.dumps_with_lines(entry)
 
 
 def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
@@ -321,7 +319,7 @@ def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -
     # Their classes cannot be imported here, or there are none: it works without them.
     with contextlib.suppress(Exception):
         handler.formatter, handler.filters = pickle.loads(parts)
-    handler.is_from_nbaccel = True  # type: ignore[union-attr]
+    handler.is_nbaccels = True  # type: ignore[union-attr]
     return handler
 
 
@@ -330,9 +328,7 @@ def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
     # A copy, because the loop removes handlers.
     for handler in tuple(logger.handlers):
         # A fork has the notebook's handlers already: without this, each line would be logged twice.
-        if getattr(handler, "is_from_nbaccel", False) or (
-            handlers and _is_notebook_handler(handler)
-        ):
+        if getattr(handler, "is_nbaccels", False) or (handlers and _is_notebook_handler(handler)):
             logger.removeHandler(handler)
     logger.setLevel(level)
     # A logger that a library has configured here keeps its own handlers and propagation.

@@ -60,13 +60,6 @@ class LocalArena:
     training_file: int | None = None  # the file that the mapping shows instead
     is_in_staging: bool = False  # it is the notebook's staging file: nothing is copied there
 
-    @classmethod
-    def open(cls, fd: int, num_bytes: int) -> LocalArena:
-        """Map an arena; the descriptor stays the caller's."""
-        # A copy that goes with the mapping, which is with the last tensor that lives in it.
-        mapping = memfd.Mapping(os.dup(fd), num_bytes, is_private=True, owns_file=True)
-        return cls(mapping.fd, mapping)
-
     @property
     def own_file(self) -> int | None:
         """The file of this rank's own that it trains in."""
@@ -149,9 +142,7 @@ class LocalArena:
         """Let exactly these bytes show the notebook's values again."""
         page_bytes = memfd.PAGE_BYTES
         pages_start = -(-start // page_bytes) * page_bytes
-        pages_end = end
-        if end != self.mapping.nbytes:
-            pages_end = end // page_bytes * page_bytes
+        pages_end = end if end == self.mapping.nbytes else end // page_bytes * page_bytes
         copied = [(start, end)]
         # A file of this rank's own has no notebook pages beneath: all values are copied in.
         if self.training_file is None and pages_start < pages_end:
@@ -229,10 +220,12 @@ class ReceivedModules:
         self, key: str, num_bytes: int, fd: int, mapping: memfd.Mapping | None = None
     ) -> None:
         """Map an arena, unless this worker has it: a fork of the notebook has its mapping."""
+        if mapping is None and key not in self._arenas:
+            # A copy of the descriptor, which goes with the last tensor that lives in the mapping.
+            fd = os.dup(fd)
+            mapping = memfd.Mapping(fd, num_bytes, is_private=True, owns_fd=True)
         if mapping is not None:
             self._arenas[key] = LocalArena(fd, mapping)
-        elif key not in self._arenas:
-            self._arenas[key] = LocalArena.open(fd, num_bytes)
 
     def add(self, key: str, shared: SharedModule) -> None:
         """A module arrived whole."""
@@ -312,9 +305,7 @@ class ReceivedModules:
         # With other names nothing comes home of it, and that is told.
         return is_written or received.notebook_names != received.tensor_names()
 
-    def _digest(
-        self, received: ReceivedModule, written: _Written, *, own_only: bool = False
-    ) -> str:
+    def _digest(self, received: ReceivedModule, written: _Written, own_only: bool = False) -> str:
         """A digest of a module's parameters, or `own_only` of the trained ones; empty if none."""
         tensors = dict(named_tensors(received.module))
         compared = []

@@ -115,8 +115,7 @@ def _runs_of(view: torch.Tensor) -> tuple[Any, int]:
         run *= dims.pop()[0]
     firsts = np.array([view.storage_offset()])
     for size, step in dims:
-        dim_steps = int(step) * np.arange(size)
-        firsts = (firsts[:, None] + dim_steps).ravel()
+        firsts = (firsts[:, None] + int(step) * np.arange(size)).ravel()
     return firsts, run
 
 

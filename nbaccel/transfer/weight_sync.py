@@ -10,8 +10,7 @@ A tensor that left the arena (moved to a device, given another dtype) is copied 
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there.
 
-Did all ranks train the same model? A plain loop without DDP does not, and only rank 0's is copied
-back: each rank takes a digest of the parameters that it trained, and the notebook compares them.
+Only rank 0's are copied back: digests tell whether all ranks trained the same model.
 """
 
 from __future__ import annotations
@@ -156,10 +155,8 @@ class WeightReceiver:
             close_files(files)
 
 
-def _read(
-    fd: int, arena: Arena, spans: list[memfd.ByteRange], left_out: list[memfd.ByteRange]
-) -> None:
-    for start, end in memfd.ranges_without(spans, left_out):
+def _read(fd: int, arena: Arena, spans: list[memfd.ByteRange], kept: list[memfd.ByteRange]) -> None:
+    for start, end in memfd.ranges_without(spans, kept):
         memfd.read_at(fd, arena.view(start, end), start)
 
 

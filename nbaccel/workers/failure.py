@@ -361,8 +361,7 @@ def explain_exit(record: FailureRecord) -> list[str]:
             "return: neither results nor weights came back."
         ]
     name = _signal_name(-status)
-    functions = [frame.function for frame in record.stack]
-    of_device = registry.explain_signal(name, functions)
+    of_device = registry.explain_signal(name, [frame.function for frame in record.stack])
     cause, remedy = of_device or _SIGNAL_MEANINGS.get(name, ("", ""))
     memory = f"It had used up to {format_bytes(record.max_rss_bytes)}."
     lines = (record.evidence or cause, memory if record.max_rss_bytes else "", remedy)

@@ -5,11 +5,9 @@ runtime is touched and nothing is asked over the network (off Google's cloud a q
 metadata server takes half a minute).
 
 A driver's workers are one process per chip, which must be told the shape of all chips and where the
-others listen. The drivers could find that out, but keep what an image or an earlier launch has left
-in a variable: so workers get every value, and `STALE_VARIABLES` are taken away from them.
-
-Nothing here has run on a chip: the values are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with
-which the tests compare them.
+others listen. The drivers keep what an earlier launch has left in a variable: so workers get every
+value, and `STALE_VARIABLES` are taken away from them. Nothing here has run on a chip: the values
+are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with which the tests compare them.
 """
 
 from __future__ import annotations
@@ -80,10 +78,9 @@ STALE_VARIABLES: frozenset[str] = frozenset(
         "TPU_VISIBLE_*",
     }
 )
-"""Variables that a worker must not inherit from the notebook: each describes one launch, and the
-drivers keep what they find. A name that ends with ``*`` stands for all that begin so. Settings of
-the user, such as caches and ``LIBTPU_INIT_ARGS``, are not among them, and neither are facts about
-the host (``TPU_WORKER_ID``, ``TPU_ACCELERATOR_TYPE``)."""
+"""Variables that a worker must not inherit: each describes one launch, and drivers keep what they
+find. A name that ends with ``*`` stands for all that begin so. Settings of the user and facts about
+the host (``LIBTPU_INIT_ARGS``, ``TPU_WORKER_ID``) are not among them."""
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
