@@ -80,8 +80,7 @@ class ConfigError(UserMistake, ValueError):
         )
         num_left = len(self.mistakes) - _MOST_LISTED
         last_lines = [f"  and {num_left} more"] if num_left > 0 else []
-        heading = f"{len(self.mistakes)} {self._what}:"
-        return "\n".join([heading, *numbered_lines, *last_lines])
+        return "\n".join([f"{len(self.mistakes)} {self._what}:", *numbered_lines, *last_lines])
 
 
 _MOST_LISTED = 20

@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -57,6 +57,13 @@ class Frame:
     def is_library(self) -> bool:
         """Whether it is in an installed package, the standard library or nbaccel."""
         return self.is_house or bool(_LIBRARY_PATH.search(self.file))
+
+
+def kind_name(kind: type) -> str:
+    """A class as a reader knows it: with its module, except for built-in and own classes."""
+    if kind.__module__ in ("builtins", "__main__", "nbaccel.errors"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_module(function: str) -> bool:
@@ -153,6 +160,13 @@ def _compiled_cell_name(compiler: Any, cell_count: int, raw_text: str, parsed_te
     return str(compiler.get_code_name(raw_text, parsed_text, cell_count))
 
 
+def keep_lines(cells: Mapping[str, Sequence[str]]) -> None:
+    """Let tracebacks of this process show the lines of code that is in no file, by its name."""
+    for name, lines in cells.items():
+        # No modification time, or linecache would look for the file and drop the lines.
+        linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
+
+
 def source_line(frame: Frame) -> str:
     """The line of code a frame stands at, if its source is known here."""
     return linecache.getline(frame.file, frame.line).strip()
@@ -212,7 +226,7 @@ def render_mistake(error: BaseException) -> list[str]:
     for frame in user_frames[-4:]:
         function_text = "" if frame.function == MODULE_LEVEL else f", in {frame.function}"
         lines.append(f"  {_ANSI_GREEN}{place(frame)}{_ANSI_OFF}{function_text}")
-        lines += map(coloured, source(frame, num_around=0))
+        lines += map(_coloured, source(frame, num_around=0))
     return [*lines, *_render_error_text(error)]
 
 
@@ -241,7 +255,7 @@ def _render_error_text(error: BaseException) -> list[str]:
     first_wrapped, *more_wrapped = _wrap_line(first_line)
     lines = [f"{_ANSI_BOLD}{_ANSI_RED}{name}{_ANSI_OFF}{first_wrapped[len(name) :]}", *more_wrapped]
     for line in other_lines:
-        lines += [coloured(line)] if _SOURCE_LINE.match(line) else map(coloured, _wrap_line(line))
+        lines += map(_coloured, [line] if _SOURCE_LINE.match(line) else _wrap_line(line))
     return lines
 
 
@@ -257,10 +271,8 @@ def _wrap_line(line: str) -> list[str]:
     ) or [""]
 
 
-def coloured(text: str, *, stands_out: bool = False) -> str:
-    """A line as it is shown: places green, the arrow and what stands out red."""
-    if stands_out:
-        return f"{_ANSI_BOLD}{_ANSI_RED}{text}{_ANSI_OFF}"
+def _coloured(text: str) -> str:
+    """A line as it is shown: places green, the arrow red."""
     if _ARROW_LINE.match(text):
         return f"{_ANSI_BOLD}{_ANSI_RED}{text[:7]}{_ANSI_OFF}{_ANSI_BOLD}{text[7:]}{_ANSI_OFF}"
     return _PLACE_LINE.sub(rf"  {_ANSI_GREEN}\g<place>{_ANSI_OFF}\g<rest>", text)

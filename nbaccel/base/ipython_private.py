@@ -72,8 +72,8 @@ def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: li
 def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) -> None:
     """Publish rich output; without flushing printed text first where there is none.
 
-    ipykernel flushes standard output and error before each output, and waits for its own thread
-    twice. Where neither has text, it is enough to know that no flush is under way: one wait.
+    ipykernel flushes both streams before each output, and waits for its own thread twice. Where
+    neither has text, it is enough to know that no flush is under way: one wait.
     """
     streams = (sys.stdout, sys.stderr)
     thread = threading.get_ident()

@@ -1,6 +1,6 @@
 """Files that this process has mapped copy-on-write: which bytes it sees, and pages given back.
 
-Who maps one registers it; strategies that cut tensors into shards drop the pages they have read.
+They are in `LIVING_MAPPINGS`. Strategies that cut tensors into shards drop pages they have read.
 """
 
 from __future__ import annotations
@@ -17,25 +17,14 @@ from nbaccel.base import env
 _BOOT_NUMBER = Path("/proc/sys/kernel/random/boot_id")  # drawn anew by each start of a system
 _PAGE_BYTES = mmap.PAGESIZE
 
-# Mappings of `transfer.memfd`; weak, so that a mapping ends with its last tensor.
-_LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
-
-
-def register(mapping: Any) -> None:
-    """Let :func:`find_mapping` know a mapping for as long as it lives."""
-    _LIVING_MAPPINGS.add(mapping)
-
-
-def forget_mapping(mapping: Any) -> None:
-    """Take a mapping off the list, because it shows another kind of file now."""
-    _LIVING_MAPPINGS.discard(mapping)
+# Private ones of `transfer.memfd`; weak, so that a mapping ends with its last tensor.
+LIVING_MAPPINGS: WeakSet[Any] = WeakSet()
 
 
 def find_mapping(address: int, num_bytes: int) -> Any:
     """The private mapping that holds these bytes, if any."""
     # A copy, because another thread may add one while the loop runs.
-    living_mappings = tuple(_LIVING_MAPPINGS)
-    return next((one for one in living_mappings if one.contains(address, num_bytes)), None)
+    return next((one for one in tuple(LIVING_MAPPINGS) if one.contains(address, num_bytes)), None)
 
 
 def drop_pages(address: int, num_bytes: int, *, keep_written: bool = False) -> None:

@@ -105,9 +105,7 @@ def process_use(pid: int) -> ProcessUse | None:
         process = psutil.Process(pid)
         with process.oneshot():
             times = process.cpu_times()
-            return ProcessUse(
-                rss_bytes=int(process.memory_info().rss), cpu_s=float(times.user + times.system)
-            )
+            return ProcessUse(process.memory_info().rss, times.user + times.system)
     return None
 
 
@@ -121,13 +119,10 @@ def loopback(host_address: str) -> str:
     if host_address != LOOPBACK_ADDRESSES[0]:
         return host_address
     for address, family in zip(LOOPBACK_ADDRESSES, (socket.AF_INET, socket.AF_INET6), strict=True):
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe_socket:
-                probe_socket.bind((address, 0))
-        # This machine has no such address, or no such family.
-        except OSError:
-            continue
-        return address
+        # Raised where this machine has no such address, or no such family.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return address
     return host_address
 
 
@@ -146,9 +141,8 @@ def listen(
         if error.errno != errno.EADDRINUSE:
             raise
         raise PortTaken(
-            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} "
-            f"could not find each other there. Leave {setting} out: a free port is found and "
-            "reserved.",
+            f"{setting}={port} is taken by {_describe_holder(port or 0)}, so {waiters} could not "
+            f"find each other there. Leave {setting} out: a free port is found and reserved.",
             port=port,
         ) from error
     return listener

@@ -105,29 +105,19 @@ XLA_INSTALLATION = LaterPart(
 )
 
 
-class _MissingName:
-    _name: str
-    _part: LaterPart
-
-    def __new__(cls, *_arguments: Any, **_keywords: Any) -> NoReturn:
-        # In __new__, so that a subclass raises too, whatever its constructor takes.
-        raise PlatformUnsupported(
-            f"{cls._name} belongs to {cls._part.what}, which this version of nbaccel does not "
-            f"have: it can be imported, not used. {cls._part.instead}."
-        )
-
-
 def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str) -> Any:
     """A stand-in for a class or function of Accelerate."""
-    docs = (
-        f"Of Accelerate; not in this version, which lacks {missing_part.what}. "
-        f"{missing_part.instead}."
-    )
-    return type(
-        missing_name,
-        (_MissingName,),
-        {"_name": missing_name, "_part": missing_part, "__doc__": docs, "__module__": module_name},
-    )
+    what, instead = missing_part.what, missing_part.instead
+
+    def refuse(*_arguments: Any, **_keywords: Any) -> NoReturn:
+        raise PlatformUnsupported(
+            f"{missing_name} belongs to {what}, which this version of nbaccel does not have: it "
+            f"can be imported, not used. {instead}."
+        )
+
+    docs = f"Of Accelerate; not in this version, which lacks {what}. {instead}."
+    # As __new__, so that a subclass raises too, whatever its constructor takes.
+    return type(missing_name, (), {"__new__": refuse, "__doc__": docs, "__module__": module_name})
 
 
 _MISSING_NAMES = (
@@ -195,7 +185,6 @@ def _stand_in_magic(line: str, text: str | None = None) -> None:
     """A magic of nbaccel, which `%load_ext nbaccel` brings."""
     name = "%accelerate" if text is None else "%%accelerate"
     raise UserMistake(
-        f"{name} is a magic of nbaccel's extension, which this notebook has not loaded: "
-        "`import nbaccel` alone does not bring it. Run %load_ext nbaccel in a cell of its own, "
-        "then this cell again."
+        f"{name} is a magic of nbaccel's extension, which `import nbaccel` alone does not load. "
+        "Run %load_ext nbaccel in a cell of its own, then this cell again."
     )

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ExchangeSource = Callable[[], "float | None"]
-"""Seconds for which an exchange of gradients has delayed its process so far; None where its library
-does not tell."""
+"""Seconds for which an exchange of gradients has delayed its process so far; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,7 @@ _AroundTraining = Callable[[], AbstractContextManager[None]]
 def enter_worker(rank: int, around_training: _AroundTraining) -> None:
     """Let all of them work in this worker; `around_training` is entered while a Trainer trains."""
     patch_module("accelerate.accelerator", _patch_preparing)
-    patch_module(
-        "transformers.trainer", functools.partial(_patch_trainer, around_training=around_training)
-    )
+    patch_module("transformers.trainer", functools.partial(_patch_trainer, around=around_training))
     # One package under two names; each has a class `Trainer` of its own.
     for name in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"):
         patch_module(name, _guard_trainer)
@@ -116,8 +114,7 @@ def forget_accelerate() -> None:
 def _patch_preparing(module: ModuleType) -> None:
     """Let this worker prepare what has the mark of the notebook's `prepare`, too."""
     for name in ("prepare_model", "prepare_data_loader"):
-        around = functools.partial(_prepare, weakref.WeakSet[Any]())
-        _wrap_method(module.Accelerator, name, around)
+        _wrap_method(module.Accelerator, name, functools.partial(_prepare, weakref.WeakSet[Any]()))
 
 
 def _prepare(
@@ -137,15 +134,19 @@ def _prepare(
 
 def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
     """Let `around` make the calls of a method, where this version of the library has it."""
-    if (method := getattr(owner, name, None)) is None:
-        return
+    if (method := getattr(owner, name, None)) is not None:
+        setattr(owner, name, hooked(method, around))
 
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+
+def hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+    """A function in whose place another one is called, with it as the first argument."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return around(method, *args, **kwargs)
+        return hook(plain, *args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    return call
 
 
 # A Trainer's accelerator was made for the notebook's single process; in a worker it gets another.
@@ -157,9 +158,9 @@ def is_sharding_new_models() -> bool:
     return module is not None and bool(module.is_deepspeed_zero3_enabled())
 
 
-def _patch_trainer(module: ModuleType, around_training: _AroundTraining) -> None:
+def _patch_trainer(module: ModuleType, around: _AroundTraining) -> None:
     for name in ("train", "evaluate", "predict"):
-        context = around_training if name == "train" else nullcontext
+        context = around if name == "train" else nullcontext
         _wrap_method(module.Trainer, name, functools.partial(_adopt, context))
 
 
@@ -222,17 +223,14 @@ def _guard(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) 
     variables = env.snapshot()
     # One worker is as alone as the notebook is.
     is_alone = int(variables.get("WORLD_SIZE", "1")) < 2
-    if getattr(trainer, _BUILT_IN, None) != os.getpid() and not is_alone:
-        num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
-        raise ConfigError(_trainer_refusal(trainer, method.__name__, num_workers))
-    return method(trainer, *args, **kwargs)
-
-
-def _trainer_refusal(trainer: Any, entry_name: str, num_workers: int) -> str:
+    if getattr(trainer, _BUILT_IN, None) == os.getpid() or is_alone:
+        return method(trainer, *args, **kwargs)
+    num_workers = int(variables.get("LOCAL_WORLD_SIZE", "1"))
+    entry_name = method.__name__
     strategy_name = type(getattr(trainer, "strategy", None)).__name__
     num_built_for = getattr(trainer, "world_size", 1)
     outcome = "train alone" if num_built_for == 1 else "wait for processes that never start"
-    return (
+    raise ConfigError(
         f"trainer.{entry_name}() cannot be called in {num_workers} workers: this Lightning Trainer "
         f"was built outside of them, for {count_noun(num_built_for, 'process')} ({strategy_name}). "
         f"Each worker would {outcome}. Build it in the function or cell that the workers run: "

@@ -96,16 +96,13 @@ def slice_rows(tree: Any, rows: slice) -> Any:
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Join equal trees: tensors along a dimension, other leaves must be equal and are kept."""
-    first_tree = data[0]
-    if isinstance(first_tree, (list, tuple)):
-        return sequence_like(
-            first_tree, [concatenate(items, dim) for items in zip(*data, strict=True)]
-        )
-    if isinstance(first_tree, Mapping):
-        return _mapping_like(
-            first_tree, {key: concatenate([tree[key] for tree in data], dim) for key in first_tree}
-        )
-    return torch.cat(list(data), dim) if isinstance(first_tree, torch.Tensor) else first_tree
+    first = data[0]
+    if isinstance(first, (list, tuple)):
+        return sequence_like(first, [concatenate(items, dim) for items in zip(*data, strict=True)])
+    if isinstance(first, Mapping):
+        joined = {key: concatenate([tree[key] for tree in data], dim) for key in first}
+        return _mapping_like(first, joined)
+    return torch.cat(list(data), dim) if isinstance(first, torch.Tensor) else first
 
 
 def sequence_like(example: Any, new_items: list[Any]) -> Any:

@@ -60,8 +60,7 @@ def head_of_file(
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, list[int]]:
     """All that comes before the first tensor, and where each tensor begins in the file."""
-    # Tensors are given by name, type, shape and bytes, those with the largest elements first.
-    # Hugging Face's libraries look for "format".
+    # Tensors: name, type, shape, bytes; largest elements first. Others look for "format".
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     begins: list[int] = []
     end = 0
@@ -225,9 +224,7 @@ class Window(io.RawIOBase):
         """It is."""
         return True
 
-    def seekable(self) -> bool:
-        """It is."""
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a place in the part."""

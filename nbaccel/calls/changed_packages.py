@@ -224,8 +224,7 @@ def _attributes_of(owner: Any) -> Mapping[str, Any]:
 
 
 def _may_hold_code(table: dict[Any, Any]) -> bool:
-    # Not as a user would ask: tables of transformers import models then. Long ones are data, and
-    # those of names alone are many.
+    # Not as a user would ask: tables of transformers import models then. Long ones are data.
     num_entries = dict.__len__(table)
     return num_entries == 0 or (
         num_entries <= _LONGEST_TABLE
@@ -275,8 +274,7 @@ def sendable_changes(*, looks_anew: bool = True) -> tuple[PackageChange | LateCh
             if _CHECKED[identity]:
                 write_notice(
                     f"nbaccel: workers do not have what the notebook has put at {change.place}: "
-                    f"{_CHECKED[identity]}. Do it in the launched function, or use "
-                    'start_method="fork".\n'
+                    f'{_CHECKED[identity]}. Do it in the function, or use start_method="fork".\n'
                 )
     _of_this_cell = tuple(
         _when_needed(change) for identity, change in changes.items() if not _CHECKED[identity]

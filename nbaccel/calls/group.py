@@ -86,7 +86,17 @@ class Group:
     ) -> Group:
         """Start the workers of a plan, set up while this returns; `clean_up` ends them."""
         if session is None:
-            place = _meeting_place(plan)
+            config = plan.config
+            store_socket = None
+            if config.node_rank == 0:
+                store_socket = processes.listen(plan.master_addr, plan.port)
+            place = MeetingPlace(
+                address=plan.master_addr,
+                port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,
+                store_socket=store_socket,
+                node_rank=config.node_rank,
+                num_nodes=config.num_nodes,
+            )
             if plan.start_method == "fork":
                 is_asked = forked_call is None or plan.config.start_method == "fork"
                 starter: Starter = ForkStarter(forked_call, is_asked=is_asked)
@@ -175,7 +185,6 @@ class Group:
             sentinel=starter.sentinel(pid),
             starter=starter,
             stays=self.stays,
-            is_fork=isinstance(starter, ForkStarter),
         )
         # At once, so that it is ended whatever happens next.
         self.members.append(member)
@@ -296,16 +305,3 @@ class Group:
 def _forget_memory(worker_places: Sequence[Topology]) -> None:
     remove_shared_memory(worker_places)
     remove_orphans()
-
-
-def _meeting_place(plan: Plan) -> MeetingPlace:
-    """Where workers meet whose notebook, or node 0's, has the store's socket."""
-    config = plan.config
-    store_socket = processes.listen(plan.master_addr, plan.port) if config.node_rank == 0 else None
-    return MeetingPlace(
-        address=plan.master_addr,
-        port=store_socket.getsockname()[1] if store_socket is not None else plan.port or 0,
-        store_socket=store_socket,
-        node_rank=config.node_rank,
-        num_nodes=config.num_nodes,
-    )

@@ -103,7 +103,10 @@ def _modules_given_back(args: tuple[Any, ...]) -> Iterator[None]:
         for row in STRATEGIES if not has_process_group() else ():
             if row.shards:
                 process = registry.load_object(row.observe)()
-                states = [(module, _remember_state(row, module)) for module in modules]
+                # An engine that wraps a module knows its original state.
+                is_used = row.library in sys.modules
+                keep = registry.load_object(row.shards).remember if is_used else remember
+                states = [(module, keep(module)) for module in modules]
                 clean_up.callback(_tear_down, row, process, states)
         for module in modules:
             clean_up.callback(_restore_layers, module, [type(part) for part in module.modules()])
@@ -114,14 +117,6 @@ def _restore_layers(module: nn.Module, classes_before: list[type]) -> None:
     if [type(part) for part in module.modules()] != classes_before:
         for restore_layers in registry.layer_restorers():
             restore_layers(module)
-
-
-def _remember_state(row: StrategyRow, module: nn.Module) -> Remembered:
-    """A module's state before the call; an engine that wraps it knows the original state."""
-    if row.library not in sys.modules:
-        return remember(module)
-    reader: ShardReader = registry.load_object(row.shards)
-    return reader.remember(module)
 
 
 def _tear_down(row: StrategyRow, process: Any, states: list[tuple[nn.Module, Remembered]]) -> None:

@@ -70,7 +70,7 @@ def launch_plan(plan: Plan, function: Callable[..., Any], args: tuple[Any, ...])
         packed, plan = pack_call(plan, function, args)
         plan = _tell_host_memory(plan, packed)
         clean_up.enter_context(closing_files(*packed.payload_fds))
-        if template.uses_template(plan) and not packed.is_inherited:
+        if template.uses_template(plan):
             launch_template = template.template_for(plan.device)
             launch_template.wait(waiting_line.say, packed.mentions)
             plan = launch_template.told_in(plan)
@@ -129,12 +129,10 @@ def _run_attempts(
                     # The last attempt: its error is the user's.
                     raise
                 attempt += 1
-                first_line = str(error).partition("\n")[0]
+                reason = str(error).partition("\n")[0]
                 lost = session.lost_hosts if session is not None else ()
                 without = f", without {', '.join(lost)}" if lost else ""
-                write_notice(
-                    f"nbaccel: {first_line}. Restart {attempt} of {max_restarts}{without}.\n"
-                )
+                write_notice(f"nbaccel: {reason}. Restart {attempt} of {max_restarts}{without}.\n")
             if lost:
                 all_lost += lost
                 clean_up.close()
@@ -161,12 +159,7 @@ def _run_attempt(
         receiver = clean_up.enter_context(packed.staged(share_back=config.share_back))
         # Entered last, so that the workers end before their files are closed.
         group = Group.started(
-            clean_up,
-            plan,
-            session,
-            waiting_line,
-            forked_call=packed.call if packed.is_inherited else None,
-            variables=variables,
+            clean_up, plan, session, waiting_line, forked_call=packed.call, variables=variables
         )
         ranks = [member.rank for member in group.members]
         result = group.run_tasks(
@@ -176,14 +169,11 @@ def _run_attempt(
             waiting_line=waiting_line,
             title=call_title(packed.call.function, packed.call.args),
         )
-        was_stopped = "; the model is as it was" if packed.arenas else ""
-        return conclude_call(
-            group.plan,
-            result,
-            receiver,
-            was_stopped=f"all {len(ranks)} workers have been stopped{was_stopped}",
-            closing_lines=_closing_lines(packed, group.plan),
-        )
+        was_stopped = f"all {len(ranks)} workers have been stopped"
+        if packed.arenas:
+            was_stopped += "; the model is as it was"
+        endings = (was_stopped, _closing_lines(packed, group.plan))
+        return conclude_call(group.plan, result, receiver, endings)
 
 
 def _closing_lines(packed: PackedCall, plan: Plan) -> str:
@@ -219,11 +209,6 @@ class PackedCall:
     arenas: dict[str, arena.Arena]
     job: messaging.Job
     payload_fds: tuple[int, ...] = ()  # the payload's memory file, which the owner closes; or none
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether workers have it because they are forked from the notebook."""
-        return self.job.payload is None
 
     def staged(
         self, *, share_back: bool
@@ -479,14 +464,13 @@ class CallOutcome:
 
 
 def conclude_call(
-    plan: Plan,
-    result: CallResult,
-    receiver: WeightReceiver | None,
-    *,
-    was_stopped: str,
-    closing_lines: str,
+    plan: Plan, result: CallResult, receiver: WeightReceiver | None, endings: tuple[str, str]
 ) -> CallOutcome:
-    """Copy the weights back and open the results, or raise what went wrong."""
+    """Copy the weights back and open the results, or raise what went wrong.
+
+    A Stop says the first of the endings, and a failure the second one.
+    """
+    was_stopped, closing_lines = endings
     # Where a step had ended, all have handed over the weights of that one.
     is_of_one_step = all(m.returned is not None and not m.is_stopped for m in result.members)
     if result.interrupted and not is_of_one_step:
@@ -496,7 +480,7 @@ def conclude_call(
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
     reports = [message.weight_report for _, message in returned if message.weight_report]
-    lines = [line for report in reports for line in _weights_lines(report)]
+    lines = list(weights_lines(reports, "In the results: results.state_dicts[{!r}].").values())
     if receiver is not None:
         # Both compare with the notebook's old values, which `apply` overwrites.
         lines += [
@@ -535,15 +519,14 @@ def conclude_call(
     )
 
 
-def _weights_lines(report: WeightReport) -> list[str]:
-    lines = [
-        f"The trained weights of {path} do not fit the notebook's module ({reason}), so it is as "
-        f"it was. They are in the results: results.state_dicts[{path!r}]."
-        for path, reason in report.stranded.items()
-    ]
-    lines += [
-        f"The trained weights of {path} were copied into the notebook's module, but are not as "
-        f"they were in the worker: {change}. As they were: results.state_dicts[{path!r}]."
-        for path, change in report.changes.items()
-    ]
+def weights_lines(reports: Sequence[WeightReport], remedy: str) -> dict[str, str]:
+    """What is told of modules whose weights are not in the notebook as trained, by path."""
+    lines = {}
+    for report in reports:
+        for path, reason in report.stranded.items():
+            words = f"do not fit the notebook's module ({reason}), so it is as it was"
+            lines[path] = f"The trained weights of {path} {words}. {remedy.format(path)}"
+        for path, change in report.changes.items():
+            words = f"were copied into the notebook's module, but not as they were: {change}"
+            lines[path] = f"The trained weights of {path} {words}. {remedy.format(path)}"
     return lines

@@ -38,8 +38,7 @@ def resume_folder(plan: Plan, function: Callable[..., Any]) -> Path | None:
     if config.num_nodes > 1:
         raise ConfigError(
             f"resume={config.resume!r} with num_nodes={config.num_nodes}: notebooks that meet stop "
-            "each on its own, in no common step, so there is nothing to go on from. Leave it out, "
-            "and call accelerator.save_state."
+            "in no common step to go on from. Leave it out, and call accelerator.save_state."
         )
     if config.resume != RESUME_HERE:
         return Path(config.resume).absolute()

@@ -61,7 +61,14 @@ def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> errors
         ]
         return errors.LaunchTimeout("\n".join(lines), failure=cause, failures=tuple(records))
     if result.stuck:
-        return _stuck_error(result, records, plan.world_size)
+        ranks = ", ".join(str(member.rank) for member in result.stuck)
+        stacks = "".join(f"\n{m.stack_text.strip()}" for m in result.stuck if m.stack_text)
+        return errors.StartupFailed(
+            f"Worker {ranks} of {plan.world_size} was forked but never ran: it hangs on something "
+            f"that the fork copied in a locked state (a thread of the notebook held it).{stacks}\n"
+            "Use start_method='template', whose workers do not come from the notebook process.",
+            failures=tuple(records),
+        )
     headline, advice = _of_several_ranks(result, records, cause)
     text = failure.failure_text(
         records,
@@ -92,8 +99,11 @@ def _build_error(
     cause = failure.first_cause(records)
     base = errors.WorkerDied if cause.raised is None else errors.WorkerFailed
     error = base.__new__(base)
-    original = _original_error(member)
-    if original is not None and issubclass(original.kind, Exception):
+    original = None
+    if member.failed is not None and member.failed.payload is not None:
+        with contextlib.suppress(Exception):  # its class may be one that this process lacks
+            original = pickling.unpack(member.failed.payload, member.handed_fds[0], {})
+    if isinstance(original, PortableException) and issubclass(original.kind, Exception):
         names = {"__str__": errors.WorkerFailed.__str__, "__module__": base.__module__}
         # Two types that do not go together, or a metaclass that refuses: the text has its name.
         with contextlib.suppress(Exception):
@@ -105,16 +115,6 @@ def _build_error(
             # IPython ignores `_render_traceback_` of exception groups, which this may be, too.
             publish.show_by_its_text(type(error))
     return error
-
-
-def _original_error(member: WorkerHandle) -> PortableException | None:
-    if member.failed is None or member.failed.payload is None:
-        return None
-    try:
-        unpacked = pickling.unpack(member.failed.payload, member.handed_fds[0], {})
-    except Exception:  # its class cannot be imported here; the description is complete without it
-        return None
-    return unpacked if isinstance(unpacked, PortableException) else None
 
 
 def _of_several_ranks(
@@ -131,27 +131,13 @@ def _of_several_ranks(
     messages = [record.raised.message for record in records if record.raised is not None]
     console = result.console
     lines = itertools.chain(*console.tails().values(), console.library_messages.lines())
-    if any(map(failure.tells_of_unlike_collectives, (*messages, *lines))):
+    if any(map(failure.UNLIKE_COLLECTIVES.search, (*messages, *lines))):
         return "", (
-            "Ranks met in one collective for different things. Under ZeRO-3 each module gathers "
-            "its weights with all ranks when it runs: all ranks must run the same modules, in the "
-            "same order and equally often. Run every module on every rank (an expert without rows "
-            "gets an empty batch), or use ZeRO stage 2."
+            "Ranks met in one collective for different things. Under ZeRO-3 a module gathers its "
+            "weights when it runs: all ranks must run the same modules, in the same order (an "
+            "expert without rows gets an empty batch), equally often. Or use ZeRO stage 2."
         )
     return "", ""
-
-
-def _stuck_error(
-    result: CallResult, records: Sequence[failure.FailureRecord], world_size: int
-) -> errors.StartupFailed:
-    ranks = ", ".join(str(member.rank) for member in result.stuck)
-    stacks = "".join(f"\n{m.stack_text.strip()}" for m in result.stuck if m.stack_text)
-    return errors.StartupFailed(
-        f"Worker {ranks} of {world_size} was forked but never ran: it hangs on something that the "
-        f"fork copied in a locked state (a thread of the notebook held it).{stacks}\nUse "
-        "start_method='template', whose workers do not come from the notebook process.",
-        failures=tuple(records),
-    )
 
 
 def kept_words(steps: int | None, modules: Sequence[tuple[str, nn.Module]]) -> str:
@@ -184,9 +170,7 @@ UNEVEN_COLLECTIVES = (
     "process groups were ended: the next collective would have met the wrong partner. DDP models "
     f"and Accelerators go on in new ones {_RUN_AGAIN}\n"
 )
-WORKERS_LOST = (
-    "All workers have been ended, and their variables are lost. The next cell starts new ones."
-)
+WORKERS_LOST = "All workers were ended; their variables are lost. The next cell starts new ones."
 
 
 def task_error(

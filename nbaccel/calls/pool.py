@@ -25,7 +25,13 @@ from nbaccel.base.units import count_noun
 from nbaccel.calls import outcome
 from nbaccel.calls.changed_packages import FOLLOWS_CELLS, sendable_changes, tell_of_edits
 from nbaccel.calls.group import Group
-from nbaccel.calls.launch import CallOutcome, conclude_call, pack_for_running_workers, staged
+from nbaccel.calls.launch import (
+    CallOutcome,
+    conclude_call,
+    pack_for_running_workers,
+    staged,
+    weights_lines,
+)
 from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.calls.status_table import StatusTable, status_table
 from nbaccel.calls.supervisor import CallResult, RankTasks
@@ -141,8 +147,6 @@ class Pool:
         self._folder = current_folder()
         self._variables = env.snapshot()
 
-    # ---- what it is
-
     @property
     def state(self) -> PoolState:
         """How the pool stands."""
@@ -156,8 +160,6 @@ class Pool:
     def __repr__(self) -> str:
         words = f"{self.plan.headline()}; {self._state.name.lower()}"
         return f"<Pool: {words}{f': {self.reason}' if self.reason else ''}>"
-
-    # ---- life
 
     def start(self) -> None:
         """Start the workers, if none are running.
@@ -220,8 +222,7 @@ class Pool:
         source = code if isinstance(code, CellSource) else _source_of(code)
         source.publish()
         with self._working(ranks) as (group, asked):
-            names = names_of(source.text)
-            with self._package_changes(names) as wanted:
+            with self._package_changes(names_of(source.text)) as wanted:
                 update = self._namespace_sync.prepare(wanted, asked)
             self._send(group, update)
             start_time = time.monotonic()
@@ -286,15 +287,8 @@ class Pool:
             clean_up.enter_context(uninterrupted())
             tasks = dict.fromkeys(asked, packed.task(receiver))
             result = self._show_tasks(group, tasks, title=call_title(function, args))
-            was_stopped, closing_lines = outcome.after_call(result)
             try:
-                return conclude_call(
-                    self.plan,
-                    result,
-                    receiver,
-                    was_stopped=was_stopped,
-                    closing_lines=closing_lines,
-                )
+                return conclude_call(self.plan, result, receiver, outcome.after_call(result))
             finally:
                 self._keep_in_step(group, result)
 
@@ -499,24 +493,19 @@ class Pool:
         records = self._namespace_sync.records(keys)
         return self._copy_weights_back(group, records) if records else None
 
-    def _copy_weights_back(
-        self, group: Group, records: Sequence[ModuleRecord]
-    ) -> BaseException | None:
+    def _copy_weights_back(self, group: Group, records: list[ModuleRecord]) -> BaseException | None:
         """Copy back the weights that ranks changed: of all these modules, or of none."""
         names = ", ".join(sorted(record.path for record in records))
-        verb = "is" if len(records) == 1 else "are"
         unchanged = (
             f"This was after the cell, while the weights that it trained in {names} were written "
-            f"back: in the notebook {names} {verb} as before the cell."
+            "back: in the notebook each model is as before the cell."
         )
-        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
+        sharing = Sharing.joined(record.sharing for record in records)
         try:
-            sharing = Sharing.joined(record.sharing for record in records)
-            with staged(sharing, arenas) as receiver:
-                files = [receiver.staging[key] for key in arenas]
-                keys = tuple(arenas)
+            with staged(sharing, sharing.arenas) as receiver:
+                keys = tuple(receiver.staging)
                 task = PoolTask("write_weights", {"arenas": keys}, FileHints(staging=keys))
-                result = group.everyone(task, files)
+                result = group.everyone(task, list(receiver.staging.values()))
                 try:
                     if not result.went_well:
                         return _error_after_cell(group, result, unchanged)
@@ -554,24 +543,14 @@ class Pool:
         # Otherwise these new values would count as the notebook's change and be sent to all ranks.
         with self._namespace_sync.taking_weights(records):
             receiver.apply(reports, whole_files)
-        pull = "Pull what you need, for example its state_dict."
-        lines = []
-        for report in reports:
-            for path, reason in report.stranded.items():
-                words = "stay in the workers, because they no longer fit the notebook's module"
-                lines.append((path, f"the weights of {path} {words} ({reason}). {pull}"))
-            for path, change in report.changes.items():
-                words = "were copied into the notebook's module, but are not as in the worker"
-                lines.append((path, f"the weights of {path} {words}: {change}. {pull}"))
+        lines = weights_lines(reports, "Pull what you need, for example its state_dict.")
         # The next module of the same path is another one: a cell that makes it is run again.
         keys = {record.path: record.key for record in records}
-        for path, line in (*lines, *differing.items()):
+        for path, line in (*lines.items(), *differing.items()):
             module = (path, keys.get(path, ""))
             if self._told_of_weights.get(module) != line:
                 write_notice(f"nbaccel: {line}\n")
             self._told_of_weights[module] = line
-
-    # ---- inside
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -593,9 +572,7 @@ class Pool:
             self._state = PoolState.IDLE if self._workers is not None else PoolState.NEW
 
     @contextlib.contextmanager
-    def _working(
-        self, ranks: Sequence[int] | None = None
-    ) -> Iterator[tuple[Group, tuple[int, ...]]]:
+    def _working(self, ranks: Sequence[int] | None = None) -> Iterator[tuple[Group, Sequence[int]]]:
         """A block with the workers, started if there are none, and the ranks that are meant."""
         with self._undisturbed():
             asked = ranks_of(ranks, self.num_processes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-import linecache
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.frames import keep_lines
 from nbaccel.base.units import count_noun
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import start_method_row
@@ -86,11 +86,4 @@ class CellSource:
 
     def publish(self) -> None:
         """Let tracebacks of this process find the lines."""
-        lines = list(self.cell)
-        linecache.cache[self.filename] = (
-            sum(map(len, lines)),
-            # No modification time, or linecache would look for the file and drop the lines.
-            None,
-            lines,
-            self.filename,
-        )
+        keep_lines({self.filename: self.cell})

@@ -86,13 +86,8 @@ class CellWorker:
         self._groups.watch()
         self._shell = make_shell(channel.send, rank=self._rank)
         self._names_at_start = frozenset(self._shell.user_ns)
-        self._names = Namespace(
-            self._shell.user_ns,
-            rank=assignment.staging_rank,
-            device=self._context.device,
-            num_nodes=assignment.num_notebooks,
-            share_back=assignment.share_back,
-        )
+        modules = self._context.receive_modules()
+        self._names = Namespace(self._shell.user_ns, modules, self._rank, self._context.device)
         restore_random_states(assignment.random_states)
         precision_check.watch(assignment.mixed_precision)
         threading.Thread(target=self._listen, name="nbaccel-control", daemon=True).start()
@@ -110,7 +105,17 @@ class CellWorker:
                 shown = self._do(task.body, fds)
             # `report` and `Work` ignore interrupts while they hand over.
             signal.signal(signal.SIGINT, self._on_interrupt)
-            self._channel.send(self._idle(task.number, task.body, shown))
+            is_cell = getattr(task.body, "method", "") == "run_cell"
+            ran_code = is_cell or isinstance(task.body, messaging.Job)
+            idle = messaging.Idle(
+                number=task.number,
+                shown=shown,
+                bound=self._names.bound() if is_cell else (),
+                dirty=self._names.modules.dirty() if is_cell else (),
+                sequence=self._groups.sequence() if ran_code else (),
+                whereabouts=self._whereabouts(),
+            )
+            self._channel.send(idle)
 
     def _do(self, task: Any, fds: list[int]) -> Any:
         """Carry a task out; what it raises goes to the notebook."""
@@ -131,18 +136,6 @@ class CellWorker:
                 worker.report(self._channel, self._explained(error), self._rank)
         worker.flush_streams()
         return shown
-
-    def _idle(self, number: int, task: Any, shown: Any) -> messaging.Idle:
-        is_cell = getattr(task, "method", "") == "run_cell"
-        ran_code = is_cell or isinstance(task, messaging.Job)
-        return messaging.Idle(
-            number=number,
-            shown=shown,
-            bound=self._names.bound() if is_cell else (),
-            dirty=self._names.modules.dirty() if is_cell else (),
-            sequence=self._groups.sequence() if ran_code else (),
-            whereabouts=self._whereabouts(),
-        )
 
     # ---- tasks, each with its descriptors; what it returns is shown. Interrupted where it is busy.
 

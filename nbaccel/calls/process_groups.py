@@ -6,9 +6,8 @@ notebook asks the workers that are idle to join as well.
 A rank whose peers have failed waits in C++ for ever and handles no signals. Its second thread then
 shuts down the sockets that belong to its groups, and the wait ends with an error; NCCL has `abort`
 for that. Groups that were cut, or whose ranks have begun different numbers of collectives, are of
-no more use: all ranks leave them, and the next use makes new ones. DDP models take these up in
-their next forward (`reattach_models`), which does what DDP's constructor would do, without a new
-wrapper: the optimizer, its state and other code hold references to the old one.
+no more use: all ranks leave them, and the next use makes new ones, which DDP models take up in
+their next forward (`reattach_models`), as other code holds references to them.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -166,12 +166,10 @@ class ProcessGroups:
         """Whether an error comes from the use of a group that was left."""
         if not self._left or not isinstance(error, _LEFT_GROUP_TYPES):
             return False
-        entry = error.__traceback__
-        while entry is not None:
-            values = tuple(entry.tb_frame.f_locals.values())
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            values = tuple(frame.f_locals.values())
             if any(value is left for value in values for left in self._left):
                 return True
-            entry = entry.tb_next
         return any(text in str(error) for text in _LEFT_GROUP)
 
     def _close_sockets(self) -> None:
@@ -179,8 +177,7 @@ class ProcessGroups:
 
         Connections are shut down, and gloo's own threads close them. One that finds the null device
         where its peer has just hung up would end this process; see `docs/pages/upstream.md`. The
-        numbers of the rest stay taken, by the null device, so that these threads touch nothing
-        else.
+        null device takes the numbers of the rest, so that these threads touch nothing else.
         """
         shut = {
             inode
@@ -203,10 +200,9 @@ class ProcessGroups:
         joined = str(dist.get_backend_config())
         if backend is not None and backend not in joined:
             raise ConfigError(
-                f"init_process_group({backend!r}): this worker is in a process group over "
-                f"{joined} already, and there can be no second default group. Leave "
-                "the call out, call dist.destroy_process_group() on all ranks first, or use "
-                "dist.new_group for another backend."
+                f"init_process_group({backend!r}): this worker is in a process group over {joined} "
+                "already, and there can be no second default group. Leave the call out, call "
+                "dist.destroy_process_group() on all ranks first, or use dist.new_group."
             )
 
     @contextlib.contextmanager
@@ -233,8 +229,7 @@ def _own_sockets() -> dict[int, int]:
 
 def _shut_connection(fd: int, *, spared_port: int) -> bool:
     """Shut a TCP connection down, unless this process serves the store over it."""
-    # The descriptor may have been closed meanwhile. A duplicate, because closing the socket object
-    # would close gloo's descriptor.
+    # It may have been closed meanwhile. A duplicate: closing the socket object closes its own.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
         is_internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
         is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -253,8 +248,7 @@ def reattach_models(was_left: Callable[[Any], bool]) -> None:
 
     @functools.wraps(ddp_forward)
     def attached(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        # A forward that sends nothing (evaluation without buffers) may run on one rank alone, where
-        # reattaching would wait for the others.
+        # One that sends nothing (evaluation without buffers) may run on one rank alone.
         if was_left(self.process_group) and (torch.is_grad_enabled() or self.modules_buffers):
             _attach_to_new_group(self)
         return ddp_forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -283,11 +277,10 @@ def _attach_to_new_group(model: DistributedDataParallel) -> None:
         parameter.grad = None
     were_equal = _even_out(model.module)
     if dist.get_rank() == 0:
-        rank_0 = "rank 0's state, since ranks were at different steps"
+        kept = "their state" if were_equal else "rank 0's state, as ranks were at different steps"
         sys.stderr.write(
             "nbaccel: the DDP model goes on in new process groups, with rank 0's weights; "
-            f"optimizers keep {'their state' if were_equal else rank_0}. The step that was cut "
-            "short is left out.\n"
+            f"optimizers keep {kept}. The step that was cut short is left out.\n"
         )
 
 
@@ -313,9 +306,8 @@ def _even_out(module: nn.Module) -> bool:
         return True
     if len({len(fact) for fact in facts}) > 1:
         raise RuntimeError(
-            f"The ranks have {', '.join(str(len(fact)) for fact in facts)} "
-            "optimizers for this model, so their states cannot be compared. Run the cell again "
-            "that makes the optimizer, on all ranks."
+            f"The ranks have {', '.join(str(len(fact)) for fact in facts)} optimizers for this "
+            "model: their states cannot be compared. Make the optimizer again on all ranks."
         )
     states: list[Any] = [[optimizer.state_dict() for optimizer in optimizers]]
     dist.broadcast_object_list(states, src=0)

@@ -102,16 +102,12 @@ class StatusTable:
 
 
 def _duration_words(row: RankStatus) -> str:
-    """How long it has been in its state; of one that waits in whole minutes, without haste.
-
-    A board that counted the seconds of workers that do nothing would change all the time.
-    """
+    """Its time in this state; of one that waits in minutes, or the row changes all the time."""
     if row.state == "gone":
         return ""  # when it ended has not been seen
     if row.state != "idle":
         return format_seconds(row.seconds)
-    minutes = int(row.seconds // 60)
-    if minutes < 1:
+    if (minutes := int(row.seconds // 60)) < 1:
         return "under 1 min"
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h"
 

@@ -65,8 +65,7 @@ class CallResult:
     lost_because: str = ""  # why all were lost at once, if it was that
     out_of_step: bool = False
     """Whether process groups cannot be used any longer: a rank was cut off in a collective, or all
-    have run it and begun different numbers of them, so that the next one would meet the wrong
-    partner."""
+    have begun different numbers of them, so that the next one would meet the wrong partner."""
 
     @property
     def is_complete(self) -> bool:
@@ -91,8 +90,7 @@ class CallResult:
     @property
     def in_groups(self) -> set[bool]:
         """Whether ranks are in a process group: one answer, or both."""
-        places = [idle.whereabouts for idle in self.idle.values()]
-        return {place is not None and place.group != "" for place in places}
+        return {idle.whereabouts.group != "" for idle in self.idle.values()}
 
     @property
     def counts_differ(self) -> bool:
@@ -533,10 +531,7 @@ class Supervisor:
         self._give_up(first=((shutdown.ShutdownStep.FINISH_STEP, wait_s),) if wait_s else ())
 
     def _seconds_to_end_of_step(self) -> float:
-        """How long the step under way may still take; 0 if the call is to be stopped where it is.
-
-        So it is where the weights would not come home, and where nothing trains just now.
-        """
+        """How long the step under way may take; 0 where no weights come home, or nothing trains."""
         config = self._group.plan.config
         is_kept = config.share_back and config.on_stop == "keep" and config.num_nodes == 1
         bodies = [body for body, _ in self._tasks.values()]
@@ -546,10 +541,8 @@ class Supervisor:
         now = time.monotonic()
         waits = []
         for facts in self._show.board.ranks.values():
-            step_s = 1 / (facts.pace.overall or float("inf"))
-            wait_s = min(
-                max(time_limits.STEP_S, time_limits.STEPS * step_s), time_limits.MOST_STEP_S
-            )
+            steps_s = time_limits.STEPS / (facts.pace.overall or float("inf"))
+            wait_s = min(max(time_limits.STEP_S, steps_s), time_limits.MOST_STEP_S)
             if facts.told.steps and facts.told.time >= now - wait_s:
                 waits.append(wait_s)
         return max(waits, default=0.0)
@@ -588,7 +581,8 @@ class Supervisor:
         if not member.is_stopped:
             record = member.record_of_death(ended, self._group.oom_kills)
         # Even a finished rank loses its result: without its worker the task has failed.
-        member.end(record, loses_result=True)
+        member.end(record)
+        member.returned = None
         self._ranks.add(member.rank)
         self.result.lost.append(member.rank)
         self.result.lost_because = self.result.lost_because or ended.because
@@ -635,10 +629,9 @@ class RankWatch:
     """Asks the ranks of one call where they are, and lets those go that others wait for in vain.
 
     Now and then it looks for ranks that have done next to nothing since. If there are some, all are
-    asked where they are, as at the end of a call that has taken too long; a panel shows it. One
-    that waits in the same collective for long, and in another one than the others, is told of once.
-    A rank that has finished will never come to it: a launch's may exit, and a pool's cuts its
-    connections, so that those that wait for it fail.
+    asked where they are; a panel shows it. One that waits in the same collective for long, and in
+    another one than the others, is told of once. A rank that has finished will never come to it: a
+    launch's may exit, and a pool's cuts its connections, so that those that wait for it fail.
     """
 
     def __init__(
@@ -691,7 +684,13 @@ class RankWatch:
             return ""
         if self._answers_at is not None:
             self._answers_at = None
-            return self._read_answers(busy, now)
+            # A rank that sets up a group may still need the connections of one that has returned.
+            if self._lets_exit and not any(map(_sets_up, busy)):
+                self._release(now)
+            activities = {m.rank: RankActivity.of_stack(m.stack) for m in _running(busy)}
+            for member in busy:
+                _forget_answer(member)
+            return self._judge(activities, now)
         may_exit = self._lets_exit and bool(self._waiting())
         self._idle_ranks = self._find_idle(_running(busy), now - self._looked_at)
         self._doing = {rank: self._doing[rank] for rank in self._idle_ranks & self._doing.keys()}
@@ -704,15 +703,6 @@ class RankWatch:
                 _forget_answer(member)
                 member.ask_where()
         return ""
-
-    def _read_answers(self, busy: Sequence[WorkerHandle], now: float) -> str:
-        # A rank that sets up a group may still need the connections of one that has returned.
-        if self._lets_exit and not any(map(_sets_up, busy)):
-            self._release(now)
-        activities = {m.rank: RankActivity.of_stack(m.stack) for m in _running(busy)}
-        for member in busy:
-            _forget_answer(member)
-        return self._judge(activities, now)
 
     def _busy(self) -> list[WorkerHandle]:
         return [member for member in self._members if member.is_busy]
@@ -733,8 +723,7 @@ class RankWatch:
                 self.has_cut = True
                 member.tell(messaging.Word.BREAK)
                 continue
-            # Of the last one: another may have been let go hours before. A worker gives up by
-            # itself what takes longer than `EXIT_S`, and says so.
+            # Of the last one. A worker gives up what takes longer than `EXIT_S`, and says so.
             self._overdue_at = now + time_limits.EXIT_S + time_limits.UNWIND_S
             member.let_exit()
 

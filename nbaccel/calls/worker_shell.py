@@ -39,7 +39,7 @@ from nbaccel.workers.worker_output import without_widgets
 _TIMED_FILE_NAMES = ("<timed exec>", "<timed eval>")  # how %%time calls what it compiles
 
 # Of magics, commands and help anywhere in a line, and of quoted calls at its start.
-_IPYTHON_SIGNS = re.compile(r"[%!?]|^\s*[,;/]", re.MULTILINE)
+_MAGIC_SIGNS = re.compile(r"[%!?]|^\s*[,;/]", re.MULTILINE)
 
 _TRUSTED_NAMES = {("torch", "nn"), ("numpy",), ("pandas",), ("torch", "Tensor")}
 
@@ -51,9 +51,7 @@ class _LineKeepingTransformer(TransformerManager):
 
     def do_token_transforms(self, lines: list[str]) -> list[str]:
         """Leave code alone that has nothing of IPython's syntax, without reading it by tokens."""
-        if self.token_transformers == self._of_ipython and not _IPYTHON_SIGNS.search(
-            "".join(lines)
-        ):
+        if self.token_transformers == self._of_ipython and not _MAGIC_SIGNS.search("".join(lines)):
             return lines
         return list(super().do_token_transforms(lines))  # type: ignore[no-untyped-call]
 
@@ -266,8 +264,7 @@ class WorkerShell(InteractiveShell):
     def run_cell(self, *args: Any, **options: Any) -> Any:
         """As IPython's; an error of it, also where a `%%` magic calls it, fails the whole cell."""
         result = super().run_cell(*args, **options)  # type: ignore[no-untyped-call]
-        # No variable holds the error: its traceback may hold this frame (Python 3.12), and the
-        # cycle would keep its tensors alive.
+        # No variable holds the error: the cycle with this frame would keep its tensors alive.
         if result.error_before_exec is not None:
             self._errors.append(result.error_before_exec)
         elif result.error_in_exec is not None:
@@ -373,9 +370,8 @@ def _from_the_cell(error: BaseException) -> BaseException:
 def _no_debugger(name: str, rank: int) -> Callable[..., NoReturn]:
     def refuse(line: str = "", cell: str | None = None) -> NoReturn:
         raise InputRefused(
-            f"%{name} in worker {rank} has no keyboard to listen to. Read the error in the "
-            "notebook, or print what you want to see; to step through code, run it in a cell of "
-            "the notebook itself."
+            f"%{name} in worker {rank} has no keyboard to listen to. Print what is to be seen; to "
+            "step through code, run it in a cell of the notebook itself."
         )
 
     return refuse

@@ -3,10 +3,9 @@
 A CUDA context cannot be forked: its copy fails in the first call. So nothing here touches CUDA
 outside a worker, and :meth:`CudaDevice.hazards` finds a context by the traces it leaves.
 
-NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context. Which of
-them a process sees, and under which number, is decided by ``CUDA_VISIBLE_DEVICES``, whose rules are
-followed here. Where it cannot be asked (a container without the driver's library, some of WSL,
-ROCm), torch is asked, in a process that ends with its answer; once, because that takes seconds.
+NVML, the library behind ``nvidia-smi``, knows every card and never creates a CUDA context; the
+rules of ``CUDA_VISIBLE_DEVICES`` are followed here. Where it cannot be asked (containers, WSL,
+ROCm), torch is, in a process that ends with its answer; once, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ class CudaDevice(Device):
         return ""
 
     def idle_reason(self, inventory: Inventory) -> str:
-        # Read from the version, because asking `torch.cuda` would need torch imported in the
-        # notebook.
+        # Read from the version: asking `torch.cuda` would need torch imported in the notebook.
         if not inventory.torch_version.endswith("+cpu"):
             return ""
         return (
@@ -133,7 +131,7 @@ def driver_in_use(process: Path = Path("/proc/self")) -> bool:
 
 DEVICE_NODES = ("nvidia0", "dxg", "kfd")  # of NVIDIA's driver, of WSL, of AMD's driver
 
-_TIMEOUT_S = 60
+_ASK_S = 60
 _SCRIPT = """
 import json, torch
 found = []
@@ -160,13 +158,8 @@ def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -
 def probe_gpus(interpreter: Sequence[str] = (sys.executable,)) -> tuple[tuple[Gpu, ...], str]:
     """The GPUs that torch sees."""
     try:
-        done = subprocess.run(
-            [*interpreter, "-c", _SCRIPT],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=True,
-        )
+        command = [*interpreter, "-c", _SCRIPT]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
         answers = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return (), f"a process that asked torch for GPUs failed: {error}"
@@ -257,8 +250,7 @@ class Meter:
             handle = _ask_driver(nvml, None, nvml.nvmlDeviceGetHandleByIndex, index)
             if handle is None:
                 continue
-            running = nvml.nvmlDeviceGetComputeRunningProcesses
-            for process in _ask_driver(nvml, (), running, handle):
+            for process in _ask_driver(nvml, (), nvml.nvmlDeviceGetComputeRunningProcesses, handle):
                 if process.usedGpuMemory:  # None where the driver may not report it
                     held_bytes[process.pid] = held_bytes.get(process.pid, 0) + process.usedGpuMemory
         return held_bytes

@@ -27,8 +27,7 @@ from nbaccel.plan.resolving import named_setting, with_named_gpus
 from nbaccel.workers.worker_processes import HostShare, MeetingPlace, Starter
 
 _JOIN_S = 180.0
-"""For all hosts and their actors to be there (a raylet takes seconds, and minutes on a busy
-machine), and again for their templates: they import torch, perhaps from a slow network disk."""
+"""For all hosts and their actors to be there, and again for templates: minutes on busy machines."""
 _LOOK_S = 0.1
 _BIND_S = 10.0
 
@@ -118,8 +117,6 @@ class HostSession:
         if ray.is_initialized():  # or the user has left the cluster, which ended all
             for actor in self._crew.actors.values():
                 ray.kill(actor)
-
-    # ---- starting
 
     def _await_answers(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What all hosts answer, by name."""
@@ -252,6 +249,5 @@ def _share_out(
         num_workers = min(places[host.name], workers_left)
         workers_left -= num_workers
         if num_workers:
-            inventory = inventories[host.name]
-            shares.append(HostShare(host.name, num_workers, inventory, host.devices))
+            shares.append(HostShare(host.name, num_workers, inventories[host.name], host.devices))
     return tuple(shares)

@@ -82,8 +82,7 @@ class HostfileEngine(Engine):
             note = "".join(f" with {name}={text!r}" for name, text in filters.items() if text)
             raise ConfigError(
                 f"num_processes={config.num_processes} with the {num_places} slots of "
-                f"{config.hostfile}{note}: some workers would have nowhere to run. "
-                "Ask for fewer, or write more slots."
+                f"{config.hostfile}{note}: workers lack places. Ask for fewer, or give more slots."
             )
         return own_cluster.first_hosts(hosts, config.num_processes)
 
@@ -166,15 +165,13 @@ class SlurmEngine(Engine):
         if missing:
             return (
                 f'engine="slurm" needs {" and ".join(missing)}, which this machine does not have '
-                "on its PATH. Workers would have nowhere to run. Start the notebook on a node of "
-                "the cluster."
+                "on its PATH. Start the notebook on a node of the cluster."
             )
         if not env.read(_JOB_VARIABLE):
             return (
                 'engine="slurm" needs an allocation, and this notebook runs in none '
                 f"({_JOB_VARIABLE} is not set). Start it in one: `salloc --nodes=2 "
-                "--ntasks-per-node=4 jupyter lab`. Or `nbaccel export --to slurm` writes a file "
-                "for sbatch."
+                "--ntasks-per-node=4 jupyter lab`; or `nbaccel export --to slurm` for sbatch."
             )
         return ""
 
@@ -191,8 +188,7 @@ class SlurmEngine(Engine):
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(
                 f"{_NODES_VARIABLE}={node_list!r} cannot be read by `{' '.join(command)}`: "
-                f"{error}. The nodes of the allocation are not known. Look whether scontrol works "
-                "in a terminal."
+                f"{error}. Its nodes are not known. Look whether scontrol works in a terminal."
             ) from error
         names = answer.stdout.split()
         # It stands for numbers in a row: `4(x2),2`.
@@ -200,8 +196,7 @@ class SlurmEngine(Engine):
         slots = [int(count) for count, times in groups for _ in range(int(times or 1))]
         # An allocation that does not say how many tasks takes one per device, or core.
         slots_by_name = dict(zip(names, slots, strict=True)) if len(slots) == len(names) else {}
-        num_places = sum(slots_by_name.values())
-        if config.num_processes is not None and config.num_processes > num_places:
+        if config.num_processes is not None and config.num_processes > sum(slots_by_name.values()):
             # More workers than tasks were allocated: they are shared out evenly.
             slots_by_name = {}
         hosts = [Host(name=name, address=name, slots=slots_by_name.get(name)) for name in names]

@@ -8,8 +8,7 @@
 
 A *worker* is named by a number that the notebook gives it.
 
-It is to its node what the notebook's process is to its own machine, and starts workers as that
-does. It imports no torch, which takes seconds: its template does.
+It starts workers as the notebook does, and imports no torch (seconds), which its template does.
 
 Seen in Ray 2.60: its workers block SIGINT, which children inherit; they set OMP_NUM_THREADS=1; of
 calls that run at a time a later one may begin first, unless it waits for an earlier one's result.
@@ -58,18 +57,14 @@ _RAYS_OWN_VARIABLES = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 
 FileContent = tuple[int, str, int, Any]
 """Bytes of a memory file of the notebook's: its number, which may be new, its kind and size, and
-its pieces as (first byte, array of uint8), or Ray's reference to a list of such. The rest is zero.
-"""
+its pieces as (first byte, array of uint8), or Ray's reference to a list of such; the rest is 0."""
 
 
 Packet = tuple[int, bytes, tuple[int | None, ...], Topology | None]
-"""A packet for a worker's channel: the worker, what `workers.messaging` has packed, for its
-descriptors the numbers of files (None for the socket on which the node listens), and the worker's
-place if the message assigns it one.
-"""
+"""A packet for a worker's channel: the worker, what `workers.messaging` has packed, the numbers of
+its files (None for the socket on which the node listens), and the place that it assigns, if any."""
 Event = tuple[str, tuple[Any, ...]]
-"""Something that has happened: a method of the notebook's `NodeLink`, and what it is given. Of a
-worker its end comes last."""
+"""A method of the notebook's `NodeLink`, and what it is given. Of a worker its end comes last."""
 
 
 class NodeActor:
@@ -83,8 +78,6 @@ class NodeActor:
         self._places: set[Topology] = set()
         self._device = ""
         self._starter: TemplateStarter | None = None
-
-    # ---- getting ready
 
     def join(self, device: str, *, runs_cells: bool) -> dict[str, Any]:
         """Start the template, and say what this node has."""
@@ -133,8 +126,6 @@ class NodeActor:
         template.stop()
         self._forget_shared_memory()
 
-    # ---- workers
-
     def fork(self, number: int) -> None:
         self._workers[number] = _NodeWorker(number, self._template_starter(), self._outbox)
 
@@ -163,16 +154,12 @@ class NodeActor:
         for folders in leftovers:
             folders.remove()
 
-    # ---- to the notebook
-
     def events(self) -> list[Event]:
         """What has happened since the last call, in order; waits until something has."""
         events = [self._outbox.get()]
         return events + [self._outbox.get() for _ in range(self._outbox.qsize())]
 
-    def read(
-        self, number: int, ranges: Sequence[memfd.ByteRange]
-    ) -> Iterator[list[tuple[int, Any]]]:
+    def read(self, number: int, ranges: list[memfd.ByteRange]) -> Iterator[list[tuple[int, Any]]]:
         """Bytes of a staging file, in parts: lists of first byte, array of uint8."""
         part: list[tuple[int, Any]] = []
         num_bytes = 0
@@ -185,8 +172,6 @@ class NodeActor:
                     yield part
                     part, num_bytes = [], 0
         yield part
-
-    # ---- from the notebook
 
     def take(
         self, files: list[FileContent], packet: Packet | None, forgotten: list[int], _after: None
@@ -285,8 +270,7 @@ class _NodeWorker:
         # After the packet has been read: what was printed before it goes first.
         for pipe, name in tuple(self._pipes.items()):
             with contextlib.suppress(BlockingIOError):
-                # All that the pipe holds, and no more: a worker that prints on and on must not keep
-                # back what it says.
+                # No more than a pipe holds: one that prints on and on must not keep back the rest.
                 printed = os.read(pipe, _PIPE_BYTES)
                 self._tell("worker_printed", name, printed)
                 if not printed:

@@ -309,8 +309,6 @@ class RemoteStarter(Starter):
     def lost(self) -> tuple[str, ...]:
         return tuple(link.name for link in self._links.values() if link.lost_because)
 
-    # ---- workers
-
     def begin(self, shares: Sequence[HostShare]) -> None:
         """The workers of an attempt are started next, so many on each host."""
         self.shares = shares
@@ -394,8 +392,6 @@ class RemoteStarter(Starter):
         forgotten = self._files.forget(hints.forgets, staging=hints.ends_staging)
         for each in self._links.values():
             each.send(contents, packet if each is link else None, forgotten)
-
-    # ---- the end
 
     def leave(self) -> None:
         """Have all nodes end what is left there, which must not take long."""

@@ -89,9 +89,8 @@ def unready_reason(engine: str) -> str:
     if _clusters or not is_connected():
         return ""
     return (
-        f"engine={engine!r} starts a Ray cluster on its hosts, and a process can be connected to "
-        "one alone: this notebook is connected to another. Call ray.shutdown() first, or have that "
-        'cluster run the workers: engine="ray".'
+        f"engine={engine!r} starts a Ray cluster on its hosts, and this notebook is connected to "
+        'another one already. Call ray.shutdown() first, or let that one run them: engine="ray".'
     )
 
 
@@ -262,10 +261,7 @@ class OwnCluster(NodeCrew):
         commands: Mapping[str, Sequence[str]],
         environment: Mapping[str, str],
     ) -> None:
-        """Start what is not there of it. The notebook's own machine has its head.
-
-        `commands` has the command that runs `ray_host` on a host, by its name.
-        """
+        """Start what is not there of it; `commands` has what runs `ray_host`, by a host's name."""
         from nbaccel.hosts.node_actor import start_actor
 
         if reason := unready_reason(engine):
@@ -347,9 +343,6 @@ def _reread_settings() -> None:
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")
-
-
-# ------------------------------------------------------------------------- addresses
 
 
 def _addresses_of(hosts: Sequence[Host]) -> dict[str, str]:

@@ -50,9 +50,8 @@ class RayEngine(Engine):
             )
         if not is_connected():
             return (
-                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster: '
-                "nbaccel starts and joins none by itself. Connect first: import ray; "
-                'ray.init(address="auto").'
+                'engine="ray" was asked for, and this notebook is not connected to a Ray cluster, '
+                'which nbaccel does not do itself. First: import ray; ray.init(address="auto").'
             )
         return ""
 
@@ -86,12 +85,8 @@ class RayEngine(Engine):
         node_ids = sorted(placed, key=lambda node_id: (node_id != own_id, -placed[node_id]))
         names = _node_names(nodes)
         return [
-            Host(
-                name=names[node_id],
-                address=str(nodes[node_id]["NodeManagerAddress"]),
-                slots=placed[node_id],
-            )
-            for node_id in node_ids
+            Host(name=names[one], address=str(nodes[one]["NodeManagerAddress"]), slots=placed[one])
+            for one in node_ids
         ]
 
     def start_nodes(self, hosts: Sequence[Host]) -> NodeCrew:
@@ -127,9 +122,6 @@ def _check_answers(address: str) -> None:
             f"engine='ray' needs a Ray cluster, and nothing answers at RAY_ADDRESS={address!r} "
             f"({error}). Nothing was started. Correct the address, or start the cluster."
         ) from error
-
-
-# ------------------------------------------------------------------------- where workers fit
 
 
 def _living_nodes() -> dict[str, dict[str, Any]]:
@@ -227,15 +219,10 @@ def _unplaced(wanted: str, problem: str, nodes: _Nodes) -> str:
     )
 
 
-# ------------------------------------------------------------------------- actors
-
-
 class RayCrew(NodeCrew):
     """Actors of one placement group; see :class:`NodeCrew`."""
 
-    def __init__(
-        self, group: Any, hosts: Sequence[Host], bundles: Sequence[Mapping[str, int]]
-    ) -> None:
+    def __init__(self, group: Any, hosts: Sequence[Host], bundles: list[dict[str, int]]) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._group = group

@@ -32,7 +32,8 @@ from torch.utils.data import dataloader
 from nbaccel.base import env, spent_time, torch_private
 from nbaccel.base.errors import StoppedAtStep
 from nbaccel.base.log import write_notice
-from nbaccel.base.training_libraries import patch_module
+from nbaccel.base.training_libraries import hooked, patch_module
+from nbaccel.base.trees import find_batch_size
 from nbaccel.config.capabilities import device_row
 from nbaccel.loops import metrics_reporter
 from nbaccel.loops.metrics_reporter import MetricsChannel, Reporter, RunningLoop
@@ -41,18 +42,9 @@ from nbaccel.plan.contracts.device import Device
 SWITCH = "NBACCEL_WATCH_LOOPS"
 _MEASURED_FIRST = 10  # passes of a DDP model that torch measures in any case
 _MOST_WITHOUT_FIRST = 20  # then the first optimizer is of an earlier phase of the training
-_MAX_DEPTH = 4  # of containers in which a batch's tensors are looked for
 _awaited: set[str] = set()  # libraries that are looked for when they are imported
 _Plain = Callable[..., Any]
 _Hook = Callable[..., Any]  # what is called in place of a function, which is its first argument
-
-
-def _hooked(plain: _Plain, hook: _Hook) -> Any:
-    @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return hook(plain, *args, **kwargs)
-
-    return call
 
 
 class StepBoundaries:
@@ -166,9 +158,9 @@ class _Watch:
         self.is_on = False
         for step_hook in self._step_hooks:
             step_hook.remove()
-        for owner, name, plain, hooked in reversed(self._replaced):
+        for owner, name, plain, around in reversed(self._replaced):
             # Who has replaced it since calls this hook, which does nothing any more.
-            if vars(owner).get(name) is hooked:
+            if vars(owner).get(name) is around:
                 setattr(owner, name, plain)
         self._replaced.clear()
 
@@ -176,9 +168,9 @@ class _Watch:
         """Put a hook around a function of a module or class; called with that one in front."""
         plain = vars(owner).get(name)
         if plain is not None:
-            hooked = _hooked(plain, hook)
-            setattr(owner, name, hooked)
-            self._replaced.append((owner, name, plain, hooked))
+            around = hooked(plain, hook)
+            setattr(owner, name, around)
+            self._replaced.append((owner, name, plain, around))
 
     def _note_begin_of_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         boundaries = self.steps_end
@@ -211,7 +203,7 @@ def begin(channel: MetricsChannel, hardware: Device, device: str, *, shows_bars:
     # or when their result is needed. On a GPU it returns when the wait is queued: what the GPU then
     # waits is not seen.
     if not hasattr(dist.Work.wait, "__wrapped__"):
-        dist.Work.wait = _hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
+        dist.Work.wait = hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
     _watch_loops()
 
 
@@ -342,7 +334,7 @@ class SeenLoop:
             self._rows = None
             self.end()
             raise
-        self._rows = _num_rows(batch)
+        self._rows = find_batch_size(batch) or 0
         return batch
 
     def note_done(self, num_rows: int) -> None:
@@ -363,19 +355,16 @@ def _note_backward(
     plain(tensors, grad_tensors, *args, **kwargs)
 
 
-def _measure_exchange(
-    plain: _Plain, model: DistributedDataParallel, *args: Any, **kwargs: Any
-) -> None:
-    plain(model, *args, **kwargs)
-    spent_time.add_exchange(ExchangeDelay(model).read)
+def _measure_exchange(plain: _Plain, ddp_model: Any, *args: Any, **kwargs: Any) -> None:
+    plain(ddp_model, *args, **kwargs)
+    spent_time.add_exchange(ExchangeDelay(ddp_model).read)
 
 
 class ExchangeDelay:
     """For how long DDP's exchange of gradients has delayed training; keeps no model alive.
 
     Torch measures the first ten passes and each hundredth afterwards; in between a pass counts as
-    the measured ones since the last reading do. On a CPU it measures all, which takes microseconds;
-    on a GPU reading a time would wait for the GPU.
+    the measured ones do. On a CPU it measures all; on a GPU reading a time would wait for the GPU.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -421,18 +410,6 @@ def _note_batch(plain: _Plain, iterator: Any) -> Any:
     if not _watch.is_told:
         end_step()
     return plain(iterator)
-
-
-def _num_rows(batch: Any, depth: int = 0) -> int:
-    """Rows of the first tensor with a dimension; 0 where there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.dim() else 0
-    if depth == _MAX_DEPTH or not isinstance(batch, (tuple, list, Mapping)):
-        return 0
-    for part in batch.values() if isinstance(batch, Mapping) else batch:
-        if rows := _num_rows(part, depth + 1):
-            return rows
-    return 0
 
 
 def _logging(read: Callable[..., tuple[Mapping[str, Any], int | None]]) -> _Hook:

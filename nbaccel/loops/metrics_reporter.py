@@ -8,10 +8,8 @@ out at most twice a second, and never waits. What has not been sent when the fun
 sent then, so that the last value is never lost.
 
 A loop within which another one begins (`for epoch in accelerator.progress(range(14))`) is over
-epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch.
-
-Progress bars of tqdm tell the panel how far they are, at tqdm's own pace, instead of being drawn. A
-widget (`tqdm.notebook`) is drawn as ever; its numbers tell how much is left.
+epochs, and its rounds are no batches. One that is told `epochs=14` begins anew for each epoch. Bars
+of tqdm tell the panel how far they are instead of being drawn; widgets are drawn as ever.
 """
 
 from __future__ import annotations
@@ -416,15 +414,13 @@ class TrainingLoops:
             parent = self._open[-1]
             was_plain = not parent.had_loops and not parent.holds_loops
             if parent.batches and parent.total_batches and was_plain:
-                # Rounds without others were before: batches, or epochs that are skipped when a
-                # training goes on. The next round tells.
+                # Rounds without others: batches, or epochs that are skipped. The next one tells.
                 rounds_left = parent.total_batches - parent.batches
                 parent.epochs = EpochCount(rounds_left, current_time, steps)
             parent.had_loops = True
             parent.holds_loops = parent.holds_loops or not parent.batches
         around = self._epochs_around()
-        # By its place and length, not by the loader, of which there may be a new one for each
-        # epoch; `epoch 1` and `epoch 2` are the same loop.
+        # Not by the loader, of which there may be a new one for each epoch, nor by its number.
         key = (len(self._open), _DIGITS.sub("#", name), total_batches, source)
         self._begun[key] = self._begun.get(key, 0) + 1
         if around is not None:
@@ -619,9 +615,8 @@ NOWHERE = _Nowhere()
 def release_lock() -> None:
     """Give back the lock of all bars, where an exception in a bar has left it to this thread.
 
-    tqdm 4.70 does not release it when drawing is interrupted (`tqdm.refresh` in its `std.py`): bars
-    of other threads and of forked processes then wait forever. No bar of this thread may be drawing
-    itself now.
+    tqdm 4.70 does not release it when drawing is interrupted (`refresh` in its `std.py`): bars of
+    other threads and forks then wait forever. No bar of this thread may be drawing itself now.
     """
     bar_class = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     # A lock that the user has set is the user's own.

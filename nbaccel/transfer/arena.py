@@ -4,11 +4,10 @@
     module.weight ──► shared map ──► [ weight | bias | … ] ◄── private map ◄── module.weight
                                                                 └► pages it writes are its own
 
-[Note: storages, not tensors] The unit that moves is the storage, because that is what tied weights,
-views, transposed and expanded parameters have in common: move the storage once, then point every
-tensor at it with the geometry it had. `Parameter` objects stay the same objects (only their `.data`
-changes), so an optimizer built in the notebook still steps the right ones. What does not survive
-the first move is a view taken earlier (`w = model.weight.data[0]`): it keeps the old memory.
+[Note: storages, not tensors] The unit that moves is the storage, which tied weights, views and
+transposed or expanded parameters have in common: then every tensor is pointed at it with its old
+geometry. `Parameter` objects stay the same (only their `.data` changes), so an optimizer still
+steps the right ones. A view taken earlier (`w = model.weight.data[0]`) keeps the old memory.
 """
 
 from __future__ import annotations
@@ -41,16 +40,15 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)  # a DTensor, for one, has no me
 class Arena(memfd.Mapping):
     """A memory file mapped shared into this process, which stays as long as tensors in it do.
 
-    Or a file of a checkpoint (`of_file`), which all processes map instead of reading it. What one
-    writes there is its own, so before trained weights come home, or where the notebook has changed
-    some, the arena moves to a memory file, at the same addresses.
+    Or a file of a checkpoint (`of_file`), which all processes map. What one writes there is its
+    own: before weights come home, or if the notebook has changed some, it becomes a memory file.
     """
 
     def __init__(self, fd: int, num_bytes: int, *, is_checkpoint: bool = False) -> None:
         self.key = f"arena{next(_ARENA_NUMBERS)}"  # names no other arena of this process
         self.is_checkpoint = is_checkpoint
         # The descriptor stays open, because workers are sent copies of it.
-        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_file=True)
+        super().__init__(fd, num_bytes, is_private=is_checkpoint, owns_fd=True)
         _LIVING_ARENAS.append(weakref.ref(self, _LIVING_ARENAS.remove))
 
     @classmethod
@@ -272,7 +270,13 @@ def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         stand_ins, viewed = _move_storages(modules)
     # A message and not a refusal: the launch itself works, only the older view goes stale.
     if viewed:
-        write_notice(_stale_views_message(modules, viewed))
+        tensors = ((f"{path}.{name}", t) for path, one in modules for name, t in named_tensors(one))
+        names = [name for name, tensor in tensors if id(tensor) in viewed]
+        write_notice(
+            f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a view "
+            "of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
+            "the values of now and does not follow the model. Take it again, or .clone() it.\n"
+        )
     arenas: dict[str, Arena] = {}
     return Sharing(
         modules=tuple(_record_module(path, module, stand_ins, arenas) for path, module in modules),
@@ -340,10 +344,7 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 
 
 def _emptied_parameters(module: nn.Module) -> Collection[str]:
-    """Empty parameters whose values seem to be elsewhere: most of them, or DeepSpeed's (`ds_id`).
-
-    One among others is a known idiom: `self.device_of = nn.Parameter(torch.empty(0))`.
-    """
+    """Empty ones whose values seem to be elsewhere: most, or DeepSpeed's; one alone is an idiom."""
     parameters = {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -398,21 +399,6 @@ def _viewed_from_python(spans_by_address: Mapping[int, _Span]) -> Iterator[int]:
             yield from map(id, span.tensors)
 
 
-def _stale_views_message(modules: Sequence[tuple[str, nn.Module]], viewed: Collection[int]) -> str:
-    """The line about tensors and arrays that were taken from a model before it was moved."""
-    names = [
-        f"{path}.{tensor_name}"
-        for path, module in modules
-        for tensor_name, tensor in named_tensors(module)
-        if id(tensor) in viewed
-    ]
-    return (
-        f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a "
-        "view of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
-        "the values of now and does not follow the model. Take it again, or .clone() it.\n"
-    )
-
-
 def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:
     spans: dict[int, _Span] = {}
     for tensor in tensors:
@@ -449,10 +435,7 @@ def _record_module(
         address = storage.data_ptr()
         # A module of an earlier launch lies in an arena already: its slots point there.
         arena = arena_of(storage)
-        if arena is not None:
-            start = address - arena.address
-        else:
-            arena, start = stand_ins[address]
+        arena, start = (arena, address - arena.address) if arena else stand_ins[address]
         arenas[arena.key] = arena
         slots.append(Slot.of(name, tensor, arena, start))
     return SharedModule(path, tuple(slots), module)

@@ -64,7 +64,9 @@ def names_of(text: str) -> Names:
         # What there is to warn of, the worker that runs the cell says.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            python = _to_python(text)
+            # IPython's `%magic`, `!command` and `name?` as calls; that needs no shell.
+            ipython = sys.modules.get("IPython.core.inputtransformer2")
+            python = ipython.TransformerManager().transform_cell(text) if ipython else text
             code = compile(
                 python, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
             )
@@ -91,16 +93,6 @@ def globals_read(code: CodeType) -> frozenset[str]:
         if isinstance(constant, CodeType):
             names |= globals_read(constant)
     return frozenset(names)
-
-
-def _to_python(text: str) -> str:
-    """IPython's `%magic`, `!command` and `name?` as the calls that they stand for."""
-    module = sys.modules.get("IPython.core.inputtransformer2")
-    if module is None:
-        return text
-    # Without a shell: transforming looks at the text only.
-    python: str = module.TransformerManager().transform_cell(text)
-    return python
 
 
 def _names_in_magics(tree: ast.Module) -> Iterator[str]:

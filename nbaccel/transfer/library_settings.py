@@ -4,9 +4,8 @@
     read each row ─► bytes ── Job ──►     what differs from here, and from what came before, is set
 
 Handlers of loggers that write to stderr or stdout write to the worker's; those that write to a file
-append to the same one, from all ranks, without rotation: two processes would rename each other's
-files. Handlers of any other kind stay with the notebook. A library that configures its own logger
-does so again when a worker imports it: of those only the levels are carried over.
+append to the same one, without rotation: ranks would rename each other's files. Handlers of other
+kinds stay with the notebook. Of loggers that libraries configure, only levels are carried over.
 """
 
 from __future__ import annotations
@@ -58,18 +57,13 @@ def _set_warning_filters(filters: list[Any]) -> None:
     warnings.filters.extend([*own, *filters])  # type: ignore[attr-defined]
 
 
-def _safe_globals() -> list[tuple[str, bytes]]:
-    return [_pickled_global(entry) for entry in torch.serialization.get_safe_globals()]
-
-
 @functools.cache  # torch keeps them all, too
 def _pickled_global(entry: Any) -> tuple[str, bytes]:
     """It, behind the installed package that it is from; "" where it is the user's own."""
     holder = entry[0] if isinstance(entry, tuple) else entry
     package = str(getattr(holder, "__module__", "")).partition(".")[0]
     file = getattr(sys.modules.get(package), "__file__", None) or ""
-    is_installed = "-packages/" in file
-    return package if is_installed else "", pickling.dumps_with_lines(entry)
+    return package if "-packages/" in file else "", pickling.dumps_with_lines(entry)
 
 
 def _add_safe_globals(given: list[tuple[str, bytes]]) -> None:
@@ -132,15 +126,16 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     },
     "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision,
     **{name: functools.partial(_at, name) for name in _ATTRIBUTES},
-    "torch.serialization.add_safe_globals": _safe_globals,
+    "torch.serialization.add_safe_globals": lambda: [
+        _pickled_global(entry) for entry in torch.serialization.get_safe_globals()
+    ],
     "torch.multiprocessing.set_sharing_strategy": torch.multiprocessing.get_sharing_strategy,
     **{
         f"torch.backends.cuda.enable_{kind}_sdp": _at(f"torch.backends.cuda.{kind}_sdp_enabled")
         for kind in ("flash", "mem_efficient", "math", "cudnn")
     },
 }
-"""What reads each setting here, as something that can be compared and pickled. The function of its
-name sets it, given a dict by keywords."""
+"""What reads each setting; the function of its name sets it, given a dict by keywords."""
 
 
 def _read_all() -> dict[str, Any]:
@@ -153,10 +148,8 @@ def _read_all() -> dict[str, Any]:
 
 
 _FRESH = _read_all()
-"""The settings before other packages are imported: workers have them from the template.
-
-What the notebook has left so, stays as packages that only workers import have set it.
-"""
+"""The settings before other packages are imported. What the notebook has left so, stays as packages
+that only workers import have set it."""
 
 _LOGGING = "logging"
 _TOLD: dict[str, str] = {}  # setting → why it could not be sent, as the user has been told
@@ -240,8 +233,7 @@ def _write(name: str, value: Any) -> None:
 
 
 _HandlerSettings = tuple[str, str | None, int, bytes]
-"""A handler's stream or file, encoding and level; formatter and filters, unless they don't pickle:
-it works without them."""
+"""A handler's stream or file, encoding and level; formatter and filters, where they pickle."""
 _LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
 """A logger's level, whether it propagates and is disabled, and its handlers."""
 _UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())
@@ -327,7 +319,7 @@ def _handler_from(target: str, encoding: str | None, level: int, parts: bytes) -
     # Their classes cannot be imported here, or there are none: it works without them.
     with contextlib.suppress(Exception):
         handler.formatter, handler.filters = pickle.loads(parts)
-    handler.is_from_nbaccel = True  # type: ignore[union-attr]
+    handler.is_nbaccels = True  # type: ignore[union-attr]
     return handler
 
 
@@ -336,9 +328,7 @@ def _configure(logger: logging.Logger, wanted: _LoggerSettings) -> None:
     # A copy, because the loop removes handlers.
     for handler in tuple(logger.handlers):
         # A fork has the notebook's handlers already: without this, each line would be logged twice.
-        if getattr(handler, "is_from_nbaccel", False) or (
-            handlers and _is_notebook_handler(handler)
-        ):
+        if getattr(handler, "is_nbaccels", False) or (handlers and _is_notebook_handler(handler)):
             logger.removeHandler(handler)
     logger.setLevel(level)
     # A logger that a library has configured here keeps its own handlers and propagation.

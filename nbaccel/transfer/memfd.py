@@ -92,12 +92,10 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
 class Mapping:
     """A memory file mapped into this process, until the last view of it is gone."""
 
-    def __init__(
-        self, fd: int, num_bytes: int, *, is_private: bool, owns_file: bool = False
-    ) -> None:
+    def __init__(self, fd: int, num_bytes: int, *, is_private: bool, owns_fd: bool = False) -> None:
         self.nbytes = num_bytes
         self.fd = fd
-        self._owns_file = owns_file  # it is closed with this mapping, which itself needs none
+        self._owns_fd = owns_fd  # it is closed with this mapping, which itself needs none
         self.address = 0
         self.replace(fd, is_private=is_private)
 
@@ -124,8 +122,7 @@ class Mapping:
         # A private mapping reserves no swap, because most of its pages are never written.
         flags = (mmap.MAP_PRIVATE | _MAP_NORESERVE) if is_private else mmap.MAP_SHARED
         flags |= _MAP_FIXED if self.address else 0
-        place = self.address or None
-        address = _c_library().mmap(place, self.nbytes, _READ_WRITE, flags, fd, 0)
+        address = _c_library().mmap(self.address or None, self.nbytes, _READ_WRITE, flags, fd, 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()
             text = f"mapping {self.nbytes} bytes of shared memory: {os.strerror(code)}"
@@ -133,9 +130,9 @@ class Mapping:
         self.address = int(address)
         self.identity = file_identity(fd)
         if is_private:
-            mapped_files.register(self)
+            mapped_files.LIVING_MAPPINGS.add(self)
         else:
-            mapped_files.forget_mapping(self)
+            mapped_files.LIVING_MAPPINGS.discard(self)
 
     def advise(self, start: int, end: int, advice: int) -> None:
         """Tell the system what is about to happen to these bytes (``madvise(2)``)."""
@@ -176,7 +173,7 @@ class Mapping:
         # Names of this module are None while Python shuts down.
         if self.address and _c_library is not None:
             _c_library().munmap(self.address, self.nbytes)
-        if self._owns_file and os is not None:
+        if self._owns_fd and os is not None:
             os.close(self.fd)
 
 

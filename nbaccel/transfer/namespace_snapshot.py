@@ -135,8 +135,7 @@ class ModuleRecord:
 
 
 ModuleRecords = dict[str, ModuleRecord]
-"""By key, in their order, all modules that the workers of one pool know or may get to know. Each
-goes when its module does, or has another structure."""
+"""By key, modules that a pool's workers may know; each goes with its module, or its structure."""
 
 
 class NamespaceSnapshot:
@@ -158,7 +157,16 @@ class NamespaceSnapshot:
             return Fingerprint(("module", *place), modules=frozenset((place[0],)))
         if (token := _plain_token(value)) is not None:
             return Fingerprint(token)
-        return _of_pickle(value, self.sender(self._place))
+        sender = self.sender(self._place)
+        prepared = pickling.prepare(value, sender)
+        digest = xxhash.xxh3_128(prepared.stream.getbuffer())
+        for block in prepared.blocks:
+            with block.raw() as raw_bytes:
+                # The length first, or two blocks could hash like two that are cut elsewhere.
+                digest.update(raw_bytes.nbytes.to_bytes(8, "little"))
+                digest.update(raw_bytes)
+        prepared.drop()
+        return Fingerprint(digest.digest(), frozenset(sender.names), frozenset(sender.module_keys))
 
     def fingerprint_or_id(self, name: str, value: Any) -> Fingerprint:
         """The same; of a value that does not pickle, what shows whether another took its place."""
@@ -296,15 +304,3 @@ def _plain_token(value: Any) -> Hashable | None:
         tokens = tuple(map(_plain_token, value))
         return None if None in tokens else (kind, tokens)
     return None
-
-
-def _of_pickle(value: Any, sender: pickling.Sender) -> Fingerprint:
-    prepared = pickling.prepare(value, sender)
-    digest = xxhash.xxh3_128(prepared.stream.getbuffer())
-    for block in prepared.blocks:
-        with block.raw() as raw_bytes:
-            # The length first, or two blocks could hash like two others that are cut elsewhere.
-            digest.update(raw_bytes.nbytes.to_bytes(8, "little"))
-            digest.update(raw_bytes)
-    prepared.drop()
-    return Fingerprint(digest.digest(), frozenset(sender.names), frozenset(sender.module_keys))

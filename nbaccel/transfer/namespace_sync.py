@@ -178,8 +178,6 @@ class _UpdatePacking:
             left = [rank for rank in left if rank not in group]
             self._add_part(group, state)
 
-    # ------------------------------------------------------------------- what there is
-
     def _fingerprints_now(self) -> dict[str, Fingerprint]:
         """The fingerprints of all names that are to be there, also of those that others read."""
         found: dict[str, Fingerprint] = {}
@@ -238,8 +236,6 @@ class _UpdatePacking:
         parts = self._snapshot.surveys[key].changeable()
         values = {place: value for place, value in parts if place in changed}
         return ModuleChange(key=key, values=values, removed=removed, adopt=adopt)
-
-    # ------------------------------------------------------------------- packing
 
     def _share(self, names: Iterable[str], whole: Collection[str]) -> None:
         """Move the modules that come whole to arenas; leaves out names whose module cannot."""
@@ -338,8 +334,6 @@ class _UpdatePacking:
             return self._snapshot.places(known)
 
         return lambda part: places().get(id(part))
-
-    # ------------------------------------------------------------------- what cannot be sent
 
     def _refuse(self, name: str, error: Exception) -> None:
         """Raise for a needed name; leave others out, with the reason."""

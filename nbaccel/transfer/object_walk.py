@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from nbaccel.base.frames import kind_name
 from nbaccel.transfer import pickling
 from nbaccel.transfer.free_names import globals_read
 from nbaccel.transfer.pickling import travels_by_value
 
 _Parts = Iterator[tuple[str, Any]]
 
-_LONG_LIST_ITEMS = 1000  # a list of more numbers is a data set, not a container of modules
+_LONG_LIST_ITEMS = 1000
 
 _MAX_VISITS = 20_000  # from a function or its arguments at most: tens of milliseconds
 
@@ -77,7 +78,9 @@ def _modules_behind(
         path, value = unvisited.popleft()
         if id(value) in seen or type(value) in _WEAK_TYPES:
             continue
-        if isinstance(value, _OPAQUE_TYPES) or _is_plain_data(value):
+        is_long = isinstance(value, (list, tuple)) and len(value) > _LONG_LIST_ITEMS
+        # A long list that starts with a number or text is a data set, not worth so many look-ups.
+        if isinstance(value[0] if is_long else value, _OPAQUE_TYPES):
             continue
         seen[id(value)] = value
         if isinstance(value, nn.Module):
@@ -85,12 +88,6 @@ def _modules_behind(
         else:
             unvisited.extend(parts(path, value))
     return list(modules.values())
-
-
-def _is_plain_data(value: Any) -> bool:
-    """A long list that starts with a number or text: a data set, not worth a million look-ups."""
-    is_long = isinstance(value, (list, tuple)) and len(value) > _LONG_LIST_ITEMS
-    return is_long and isinstance(value[0], (int, float, complex, str, bytes))
 
 
 def _numbered(path: str, values: Iterable[Any]) -> _Parts:
@@ -189,7 +186,4 @@ def find_in(value: Any, path: str, namespace: Mapping[str, Any] | None = None) -
 
 
 def _with_type(path: str, value: Any) -> str:
-    kind = type(value)
-    is_plain = kind.__module__ in ("builtins", "__main__")
-    name = kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{path} (a {name})"
+    return f"{path} (a {kind_name(type(value))})"

@@ -28,8 +28,7 @@ class PackageChange:
 
     module: str
     holder: str
-    """Dotted path, within the module, of what has the attribute, entry or element; empty for the
-    module itself."""
+    """Dotted path, within the module, of what has the attribute, entry or element; or empty."""
     kind: ChangeKind
     key: Any
     value: Any

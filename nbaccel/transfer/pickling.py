@@ -364,13 +364,6 @@ def _note_source(function: types.FunctionType, sources: dict[str, list[str]]) ->
             sources[name] = linecache.getlines(name)
 
 
-def keep_sources(sources: Mapping[str, list[str]]) -> None:
-    """Let tracebacks of this process show the lines of the notebook's cells."""
-    for name, lines in sources.items():
-        # No modification time, or linecache would look for the file and drop the lines.
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-
-
 # What the pickle calls on the receiving side, by names that both sides must have.
 
 
@@ -493,9 +486,8 @@ def _known(key: str, path: str) -> Any:
 # ------------------------------------------------------------------------- names in `__main__`
 
 # Every pickler but cloudpickle writes a class as a module and a name: `torch.save`, the collectives
-# of objects, the checkpoints of libraries. A worker's `__main__` is not the notebook's, so classes
-# and functions that arrive by their code are bound there under their names, as a fork would have
-# them.
+# of objects, the checkpoints of libraries. So classes and functions that arrive by their code are
+# bound in a worker's `__main__` under their names, as a fork would have them.
 
 _CODE_PARTS = 6  # of cloudpickle's instructions for code; the last is a setter
 

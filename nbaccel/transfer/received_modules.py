@@ -60,13 +60,6 @@ class LocalArena:
     training_file: int | None = None  # the file that the mapping shows instead
     is_in_staging: bool = False  # it is the notebook's staging file: nothing is copied there
 
-    @classmethod
-    def open(cls, fd: int, num_bytes: int) -> LocalArena:
-        """Map an arena; the descriptor stays the caller's."""
-        # A copy that goes with the mapping, which is with the last tensor that lives in it.
-        mapping = memfd.Mapping(os.dup(fd), num_bytes, is_private=True, owns_file=True)
-        return cls(mapping.fd, mapping)
-
     @property
     def own_file(self) -> int | None:
         """The file of this rank's own that it trains in."""
@@ -86,8 +79,7 @@ class LocalArena:
 
     def equal_runs(self, spans: list[memfd.ByteRange]) -> Iterator[memfd.ByteRange]:
         """What of these bytes is here as it is in the notebook."""
-        # A mapping of its own, because this worker's shows its own pages. Private, because the file
-        # may be a checkpoint that is open for reading only.
+        # This worker's shows its own pages. Private: the file may be open for reading only.
         arena = memfd.Mapping(self.fd, self.mapping.nbytes, is_private=True)
         return memfd.equal_runs(self.mapping.bytes(), arena.bytes(), spans)
 
@@ -150,9 +142,7 @@ class LocalArena:
         """Let exactly these bytes show the notebook's values again."""
         page_bytes = memfd.PAGE_BYTES
         pages_start = -(-start // page_bytes) * page_bytes
-        pages_end = end
-        if end != self.mapping.nbytes:
-            pages_end = end // page_bytes * page_bytes
+        pages_end = end if end == self.mapping.nbytes else end // page_bytes * page_bytes
         copied = [(start, end)]
         # A file of this rank's own has no notebook pages beneath: all values are copied in.
         if self.training_file is None and pages_start < pages_end:
@@ -230,10 +220,12 @@ class ReceivedModules:
         self, key: str, num_bytes: int, fd: int, mapping: memfd.Mapping | None = None
     ) -> None:
         """Map an arena, unless this worker has it: a fork of the notebook has its mapping."""
+        if mapping is None and key not in self._arenas:
+            # A copy of the descriptor, which goes with the last tensor that lives in the mapping.
+            fd = os.dup(fd)
+            mapping = memfd.Mapping(fd, num_bytes, is_private=True, owns_fd=True)
         if mapping is not None:
             self._arenas[key] = LocalArena(fd, mapping)
-        elif key not in self._arenas:
-            self._arenas[key] = LocalArena.open(fd, num_bytes)
 
     def add(self, key: str, shared: SharedModule) -> None:
         """A module arrived whole."""
@@ -313,9 +305,7 @@ class ReceivedModules:
         # With other names nothing comes home of it, and that is told.
         return is_written or received.notebook_names != received.tensor_names()
 
-    def _digest(
-        self, received: ReceivedModule, written: _Written, *, own_only: bool = False
-    ) -> str:
+    def _digest(self, received: ReceivedModule, written: _Written, own_only: bool = False) -> str:
         """A digest of a module's parameters, or `own_only` of the trained ones; empty if none."""
         tensors = dict(named_tensors(received.module))
         compared = []
@@ -357,18 +347,16 @@ class ReceivedModules:
         modules = list(self._modules.values())
         return self._write(modules, self._arenas, self._staging, keeps_states=True)
 
-    def write_changed(
-        self, staging_files: Mapping[str, int]
-    ) -> tuple[WeightReport, dict[str, int]]:
+    def write_changed(self, staging: Mapping[str, int]) -> tuple[WeightReport, dict[str, int]]:
         """Write what has changed; returns files of its own that hold whole arenas, too."""
         changed = [
             received
             for received in map(self._modules.__getitem__, self.dirty())
-            if received.arena_keys() <= staging_files.keys()
+            if received.arena_keys() <= staging.keys()
         ]
         keys = {key for received in changed for key in received.arena_keys()}
         arenas = {key: self._arenas[key] for key in sorted(keys)}
-        report = self._write(changed, arenas, staging_files, keeps_states=False)
+        report = self._write(changed, arenas, staging, keeps_states=False)
         if self._rank != 0:
             written = self._written()
             for received in changed:
@@ -438,10 +426,9 @@ class ReceivedModules:
             staging = memfd.Mapping(staging_files[slot.arena], mapping.nbytes, is_private=False)
             spans = []
             for spot, piece in sharded_tensors.pieces(tensor, self._held.get(tensor)):
-                before = slot.view(mapping)
-                values = sharded_tensors.unrounded_values(
-                    piece.detach(), before, spot, tensor.dtype
-                )
+                theirs = slot.view(mapping)
+                values = piece.detach()
+                values = sharded_tensors.unrounded_values(values, theirs, spot, tensor.dtype)
                 put = sharded_tensors.put_piece(slot.view(staging), spot, values)
                 spans += [(slot.start + start, slot.start + end) for start, end in put]
             yield slot, spans
@@ -520,14 +507,12 @@ def _untied_reason(slots: Sequence[Slot], tensors: Mapping[str, torch.Tensor]) -
     first_names: dict[Slot, str] = {}
     for slot in slots:
         first_name = first_names.setdefault(slot._replace(name=""), slot.name)
-        if first_name != slot.name and not _have_same_values(
-            tensors[first_name], tensors[slot.name]
-        ):
+        if first_name != slot.name and not _are_equal(tensors[first_name], tensors[slot.name]):
             return f"{first_name} and {slot.name} were tied, and now have different values"
     return ""
 
 
-def _have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     # No rank has all values of a sharded tensor to compare.
     if one is other or sharded_tensors.is_sharded(one) or sharded_tensors.is_sharded(other):
         return True

@@ -67,17 +67,12 @@ def pieces(tensor: Any, held: object = None) -> Iterator[tuple[PieceSpot, torch.
     if not is_dtensor(tensor):
         yield (), tensor
         return
-    local_shape, local_offset = torch_private.local_shape_and_offset(tensor)
+    shape, offset = torch_private.local_shape_and_offset(tensor)
+    spot = (slice(first, first + count) for first, count in zip(offset, shape, strict=True))
     local = tensor.to_local()
     # A dimension that does not divide evenly leaves some ranks with nothing.
     if local.numel():
-        yield (
-            tuple(
-                slice(first, first + count)
-                for first, count in zip(local_offset, local_shape, strict=True)
-            ),
-            local,
-        )
+        yield tuple(spot), local
 
 
 def put_piece(whole: torch.Tensor, spot: PieceSpot, values: torch.Tensor) -> list[memfd.ByteRange]:
@@ -120,8 +115,7 @@ def _runs_of(view: torch.Tensor) -> tuple[Any, int]:
         run *= dims.pop()[0]
     firsts = np.array([view.storage_offset()])
     for size, step in dims:
-        dim_steps = int(step) * np.arange(size)
-        firsts = (firsts[:, None] + dim_steps).ravel()
+        firsts = (firsts[:, None] + int(step) * np.arange(size)).ravel()
     return firsts, run
 
 
@@ -166,14 +160,6 @@ def module_inside(module: nn.Module) -> nn.Module | None:
     )
 
 
-def state_without_engine(module: nn.Module) -> dict[str, Any] | None:
-    """A module's state without what such a library added to it; None if it added nothing."""
-    return next(
-        (state for reader in shard_readers() if (state := reader.plain_state(module)) is not None),
-        None,
-    )
-
-
 def forget_process_groups() -> None:
     """Let libraries drop groups that they made from torch's process groups, which are gone."""
     for reader in shard_readers():
@@ -183,8 +169,7 @@ def forget_process_groups() -> None:
 def remove_process_files() -> None:
     """Remove what libraries keep on disk for this process, which ends."""
     for path in _reader_paths():
-        # Nothing is kept for a reader that was never imported, and its import takes longer than
-        # all else that a process does at its end.
+        # One that was never imported keeps nothing, and its import takes longer than all else.
         if path.partition(":")[0] in sys.modules:
             registry.load_object(path).leave()
 

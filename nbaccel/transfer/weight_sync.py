@@ -10,8 +10,7 @@ A tensor that left the arena (moved to a device, given another dtype) is copied 
 to the dtype the notebook has, as `load_state_dict` would; one that equals the notebook's own,
 rounded to a shorter format, was not trained and stays as it is there.
 
-Did all ranks train the same model? A plain loop without DDP does not, and only rank 0's is copied
-back: each rank takes a digest of the parameters that it trained, and the notebook compares them.
+Only rank 0's are copied back: digests tell whether all ranks trained the same model.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class WeightReport:
     own_bytes: defaultdict[str, list[memfd.ByteRange]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """Exactly the bytes that this rank has put into each staging file: of a sharded tensor its own
-    piece."""
+    """Exactly what this rank has put into each staging file: of a sharded tensor its piece."""
     stranded: dict[str, str] = field(default_factory=dict)  # module's path → why not written back
     state_dicts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights on the CPU, so that they are not lost: of modules that are stranded or changed."""
@@ -157,10 +155,8 @@ class WeightReceiver:
             close_files(files)
 
 
-def _read(
-    fd: int, arena: Arena, spans: list[memfd.ByteRange], left_out: list[memfd.ByteRange]
-) -> None:
-    for start, end in memfd.ranges_without(spans, left_out):
+def _read(fd: int, arena: Arena, spans: list[memfd.ByteRange], kept: list[memfd.ByteRange]) -> None:
+    for start, end in memfd.ranges_without(spans, kept):
         memfd.read_at(fd, arena.view(start, end), start)
 
 
@@ -174,7 +170,6 @@ def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) 
     return (
         f"The ranks trained different models: {names} ended with other weights of {path} than "
         "rank 0, and the notebook has rank 0's. Nothing averaged the gradients. Wrap the model in "
-        "DistributedDataParallel, or pass it through Accelerator.prepare. (In "
-        "DistributedDataParallel already? Then some parameters took no part in the loss: "
-        "find_unused_parameters=True.)"
+        "DistributedDataParallel, or pass it through Accelerator.prepare. (In DDP already? Then "
+        "some parameters took no part in the loss: find_unused_parameters=True.)"
     )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nbaccel.base.frames import keep_lines
 from nbaccel.transfer import pickling, sharded_tensors
 from nbaccel.transfer.arena import SharedModule
 from nbaccel.transfer.free_names import is_users
@@ -41,18 +42,12 @@ class Namespace:
     """The names of one worker, and the modules among them that came by an arena."""
 
     def __init__(
-        self,
-        user_ns: dict[str, Any],
-        *,
-        rank: int,
-        device: str,
-        num_nodes: int = 1,
-        share_back: bool = True,
+        self, user_ns: dict[str, Any], modules: ReceivedModules, rank: int, device: str
     ) -> None:
         self._user_ns = user_ns
         self._rank = rank
         self._device = device
-        self.modules = ReceivedModules(rank=rank, num_nodes=num_nodes, share_back=share_back)
+        self.modules = modules
         self._before: dict[str, int] = {}
 
     def take(self, update: NamespaceUpdate, fds: Sequence[int]) -> None:
@@ -61,7 +56,7 @@ class Namespace:
         for (key, num_bytes), fd in zip(update.arenas, arena_fds, strict=True):
             # Before the payload is opened, which refers to these arenas.
             self.modules.open_arena(key, num_bytes, fd)
-        pickling.keep_sources(update.sources)
+        keep_lines(update.sources)
         content: Load = pickling.unpack(
             update.payload,
             payload_fd,
@@ -84,9 +79,7 @@ class Namespace:
 
     def bound(self) -> tuple[str, ...]:
         """The user's names that were bound, rebound or deleted since `begin`."""
-        before = self._before
-        after = self._snapshot()
-        return tuple(name for name in before | after if before.get(name) != after.get(name))
+        return tuple(dict(self._before.items() ^ self._snapshot().items()))
 
     def _snapshot(self) -> dict[str, int]:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
@@ -107,10 +100,9 @@ class Namespace:
         packed, fd = pickling.pack({name: self._user_ns[name] for name in names}, sender)
         if sender.pieces:
             sys.stderr.write(
-                f"nbaccel: rank {self._rank} has only a piece of {sender.pieces} sharded "
-                f"tensor(s) in {', '.join(names)}, and that is what comes. For all of it, "
-                "gather on all ranks in a cell first: accelerator.get_state_dict(m), or "
-                "full_tensor().\n"
+                f"nbaccel: rank {self._rank} has only a piece of {sender.pieces} sharded tensor(s) "
+                f"in {', '.join(names)}, and that is what comes. For all of it, gather on all "
+                "ranks in a cell first: accelerator.get_state_dict(m), or full_tensor().\n"
             )
         return packed, fd
 
@@ -124,11 +116,11 @@ class _SenderToNotebook(pickling.Sender):
         if isinstance(value, nn.Module):
             inner = value.module if isinstance(value, DistributedDataParallel) else None
             inner = inner or sharded_tensors.module_inside(value)
-            state = sharded_tensors.state_without_engine(value)
             if inner is not None:
                 return _as_it_is, (inner,)
-            if state is not None:
-                return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
+            for reader in sharded_tensors.shard_readers():
+                if (state := reader.plain_state(value)) is not None:
+                    return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
         if isinstance(value, torch.Tensor) and (
             sharded_tensors.is_sharded(value) or value.device.type not in ("cpu", "meta")
         ):

@@ -27,8 +27,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nbaccel.base.frames import Frame, of_traceback, place, source, user_frame, within_worker
-from nbaccel.base.units import format_bytes, shorten_text
+from nbaccel.base.frames import (
+    Frame,
+    kind_name,
+    of_traceback,
+    place,
+    source,
+    user_frame,
+    within_worker,
+)
+from nbaccel.base.units import format_bytes, plain_text, shorten_text
 from nbaccel.plan import registry
 
 # nbaccel's own error; where its cause is a lost connection, it is a consequence too.
@@ -89,18 +97,21 @@ class FailureRecord:
     max_rss_bytes: int = 0
     evidence: str = ""  # what the system says about the death: out-of-memory kills, full /dev/shm
     doing: str = ""
-    """For a rank that was stopped: what it was doing; for one that has died: what is known beyond
-    its status."""
+    """What a rank was doing that was stopped; of one that died, what its status does not tell."""
     remedy: str = ""  # what to do, where the status does not tell: a host may be lost
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException, *, failure_time: float) -> FailureRecord:
         """The record of a rank whose function has raised."""
+        entry = error.__traceback__
+        for _ in range(len(of_traceback(entry)) - len(_frames_of(entry))):
+            entry = entry and entry.tb_next
+        text = "".join(traceback.format_exception(type(error), error, entry))
         return cls(
             rank=rank,
             time=failure_time,
             raised=describe_error(error),
-            traceback=_whole_traceback(error),
+            traceback=shorten_text(text, _MESSAGE_CHARS),
         )
 
     @property
@@ -122,7 +133,7 @@ class FailureRecord:
         if error is None:
             return False
         type_name = error.type_name.rpartition(".")[2]
-        return type_name in _LOST_TYPES and bool(_LOST_CONNECTION.search(error.message))
+        return bool(_LOST_TYPE.fullmatch(type_name) and _LOST_CONNECTION.search(error.message))
 
     @property
     def headline(self) -> str:
@@ -183,22 +194,6 @@ def describe_error(error: BaseException, seen: set[int] | None = None) -> Raised
     )
 
 
-def _whole_traceback(error: BaseException) -> str:
-    entry = error.__traceback__
-    num_house = len(of_traceback(entry)) - len(_frames_of(entry))
-    for _ in range(num_house):
-        entry = entry and entry.tb_next
-    text = "".join(traceback.format_exception(type(error), error, entry))
-    return shorten_text(text, _MESSAGE_CHARS)
-
-
-def kind_name(kind: type) -> str:
-    """A class as a reader knows it: with its module, except for built-in and own classes."""
-    if kind.__module__ in ("builtins", "__main__", "nbaccel.errors"):
-        return kind.__qualname__
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _text_of(error: BaseException) -> str:
     try:
         # str() of a SyntaxError repeats file and line, which the frame shows.
@@ -244,11 +239,8 @@ def parse_stack(dump: str) -> tuple[Frame, ...]:
 
 def _frames_in(lines: Iterable[str]) -> list[Frame]:
     return [
-        Frame(
-            file=match["file"], line=int(match["line"].strip("?") or 0), function=match["function"]
-        )
-        for match in map(_FRAME_LINE.match, lines)
-        if match
+        Frame(file=one["file"], line=int(one["line"].strip("?") or 0), function=one["function"])
+        for one in filter(None, map(_FRAME_LINE.match, lines))
     ]
 
 
@@ -341,11 +333,10 @@ _SIGNAL_MEANINGS: dict[str, tuple[str, str]] = {
 
 
 def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
     # Not a signal, or a real-time signal other than the first and the last, which have no name.
-    except ValueError:
-        return ""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return ""
 
 
 def name_exit(status: int) -> str:
@@ -370,8 +361,7 @@ def explain_exit(record: FailureRecord) -> list[str]:
             "return: neither results nor weights came back."
         ]
     name = _signal_name(-status)
-    functions = [frame.function for frame in record.stack]
-    of_device = registry.explain_signal(name, functions)
+    of_device = registry.explain_signal(name, [frame.function for frame in record.stack])
     cause, remedy = of_device or _SIGNAL_MEANINGS.get(name, ("", ""))
     memory = f"It had used up to {format_bytes(record.max_rss_bytes)}."
     lines = (record.evidence or cause, memory if record.max_rss_bytes else "", remedy)
@@ -422,22 +412,17 @@ def _one_line(record: FailureRecord, cause: FailureRecord) -> str:
     if raised is None:
         if record.exit_status is not None and record.doing and record.doing == cause.doing:
             return "ended with it, too"
-        return _cut(record.headline)
+        return plain_text(record.headline, _ONE_LINE_CHARS)
     at = _at(raised)
     if record.is_consequence:
         return f"lost its connection{at} (a consequence)"
     if cause.raised is not None and cause.raised.type_name == raised.type_name:
         return f"raised {raised.type_name}, too{',' if at else ''}{at}"
-    return _cut(record.headline) + at
+    return plain_text(record.headline, _ONE_LINE_CHARS) + at
 
 
 def _at(error: RaisedError) -> str:
-    frame = error.at
-    return f" at {place(frame)}" if frame else ""
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _ONE_LINE_CHARS else text[: _ONE_LINE_CHARS - 2] + " …"
+    return f" at {place(error.at)}" if error.at else ""
 
 
 def _more_message(error: RaisedError) -> list[str]:
@@ -485,26 +470,15 @@ _LOST_CONNECTION = re.compile(
     r"|no error type|ncclremoteerror|ncclsystemerror|connectfullmesh|sendbytes failed",
     re.IGNORECASE,
 )
-_LOST_TYPES = {
-    "RuntimeError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-    "ConnectionResetError",
-    "ConnectionRefusedError",
-    "ConnectionAbortedError",
-    "BrokenPipeError",
-}
-
-_UNLIKE_COLLECTIVES = (
-    "disagreement on list contents",  # DeepSpeed 0.19: ZeRO-3 gathers other weights by rank
-    "op.preamble.length <= op.nbytes",  # gloo, before it aborts the process
+_LOST_TYPE = re.compile(
+    "(Runtime|Dist(Backend|Network|Store)|Connection(Reset|Refused|Aborted)|BrokenPipe)Error"
 )
 
-
-def tells_of_unlike_collectives(text: str) -> bool:
-    """Whether a text says that ranks met in one collective for different things."""
-    return any(part in text for part in _UNLIKE_COLLECTIVES)
+UNLIKE_COLLECTIVES = re.compile(
+    r"disagreement on list contents"  # DeepSpeed 0.19: ZeRO-3 gathers other weights by rank
+    r"|op\.preamble\.length <= op\.nbytes"  # gloo, before it aborts the process
+)
+"""What says that ranks met in one collective for different things."""
 
 
 _MOST_CHARS = 1_000_000

@@ -30,8 +30,7 @@ _SAFE_NAMES = (
     "QueueFeederThread",
 )
 
-# Python names a thread without a name after its function: ipykernel 7.4 has two such threads. The
-# other is jupyter_core's, which waits for coroutines.
+# Threads without a name have their function's: ipykernel 7.4's, and jupyter_core's for coroutines.
 _KERNEL_TARGETS = ("(_watch_pipe_fd)", " - runner")
 
 
@@ -44,11 +43,16 @@ def hazards() -> dict[str, bool]:
     }
     if has_process_group():
         found[
-            "a torch.distributed process group is alive in the notebook: a forked worker inherits "
-            "it without its threads and hangs; end it with "
-            "torch.distributed.destroy_process_group()"
+            "a torch.distributed process group is alive in the notebook: a forked worker lacks its "
+            "threads and hangs; end it with torch.distributed.destroy_process_group()"
         ] = True
-    for path in pools_that_stay():
+    # torch 2.6 brings one. Where it may use one thread, that is the caller's own.
+    too_old = [
+        path
+        for path, pause in _openmp_runtimes().items()
+        if pause is None and ctypes.CDLL(path).omp_get_max_threads() > 1
+    ]
+    for path in too_old if too_old and has_native_threads() else ():
         found[
             f"threads of {os.path.basename(path)}, an OpenMP runtime that cannot give them up: a "
             "forked worker hangs in its first parallel operation; a newer torch brings one that can"
@@ -125,17 +129,6 @@ def _openmp_runtimes() -> dict[str, Any]:
     }
 
 
-def pools_that_stay() -> list[str]:
-    """Runtimes that cannot give up threads (torch 2.6 brings one), where there may be some."""
-    too_old = [
-        path
-        for path, pause in _openmp_runtimes().items()
-        # Where it may use one thread, it is the caller's own.
-        if pause is None and ctypes.CDLL(path).omp_get_max_threads() > 1
-    ]
-    return too_old if too_old and has_native_threads() else []
-
-
 def pause_pools() -> None:
     """Give up the pools of all OpenMP runtimes that can: in the thread that ran parallel code."""
     for pause in _openmp_runtimes().values():
@@ -175,23 +168,19 @@ def open_descriptors() -> Iterator[tuple[int, str]]:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
-def _trial_fork() -> None:
-    """Fork a child that leaves: libraries that can be forked (OpenBLAS) end their threads."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns of every fork with threads.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    # Other code of this process may have waited for it.
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
 def lasting_threads(own_ids: Collection[int]) -> set[int]:
     """Threads that would be missed in a fork, those of C code included."""
     if set(native_threads()) - set(own_ids):
-        _trial_fork()
+        # A child that leaves: libraries that can be forked (OpenBLAS) end their threads.
+        with warnings.catch_warnings():
+            # Python 3.12 warns of every fork with threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            os._exit(0)
+        # Other code of this process may have waited for it.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
     # A thread that has been joined is still listed until the system has removed it.
     deadline = time.monotonic() + _SETTLE_S
     while (others := set(native_threads()) - set(own_ids)) and time.monotonic() < deadline:

@@ -99,8 +99,7 @@ class Channel:
 
     def receive_packet(self) -> tuple[bytes, list[int]]:
         """The next message, packed as a process leaves it that passes it on."""
-        # The kernel reports once, and before its last messages, that the peer ended without having
-        # read all of ours.
+        # The kernel reports once, before its last messages, that the peer has not read all of ours.
         with contextlib.suppress(ConnectionResetError):
             return self._receive_once()
         return self._receive_once()
@@ -253,10 +252,7 @@ class PoolTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Something to do. Descriptors: what its body says.
-
-    No slots: frozen dataclasses with slots take twice as long to pickle, and each cell has one.
-    """
+    """Something to do. Descriptors: what its body says. No slots: these would pickle slowly."""
 
     number: int  # counts the tasks that are sent together; 0 for one that is not waited for
     body: Any
@@ -367,8 +363,8 @@ class Idle:
     """The task of this number is done: the worker waits for the next one."""
 
     number: int = 0
+    whereabouts: Whereabouts  # what it has in memory now; its stack is empty
     shown: Any = None  # what the task gives the user to see: a mime bundle, completions
     bound: tuple[str, ...] = ()  # names that the task bound or deleted
     dirty: tuple[str, ...] = ()  # keys of modules whose weights may have changed
     sequence: tuple[tuple[str, int], ...] = ()  # how many collectives each process group has begun
-    whereabouts: Whereabouts | None = None  # what it has in memory now; its stack is empty

@@ -128,9 +128,8 @@ def run_exit_functions(limit_s: float = 0, exit_status: int = 0) -> None:
 
     def give_up(_number: int, _frame: Any) -> NoReturn:
         sys.stderr.write(
-            f"nbaccel: what libraries do when a process ends took more than {limit_s:g} s, and was "
-            "given up: they may not have written all they had. End trackers and writers in the "
-            "function itself.\n"
+            f"nbaccel: what libraries do at a process's end took more than {limit_s:g} s, and was "
+            "given up: some may not be written. End trackers and writers in the function itself.\n"
         )
         os._exit(exit_status)
 

@@ -29,8 +29,7 @@ def join_store(place: Topology, next_name: Callable[[], str]) -> None:
     process_id = os.getpid()
     was_told = False
 
-    # The store outlives a group. With the same keys the next group's ranks wait for addresses of
-    # the first for ever (torch 2.13, `torchrun` too).
+    # The store outlives a group: with the same keys the next one would wait for ever (torch 2.13).
     def create_store(
         create: Callable[..., Any],
         host: str,
@@ -51,8 +50,7 @@ def join_store(place: Topology, next_name: Callable[[], str]) -> None:
                     was_told = True
                     sys.stderr.write(
                         f"nbaccel: init_process_group was told to meet at {host}:{port}; the ranks "
-                        f"meet at {place.master_addr}:{place.master_port} instead, where their "
-                        "launch serves the store.\n"
+                        f"meet at {place.master_addr}:{place.master_port}, their launch's store.\n"
                     )
                 # A group of some of the ranks: only its address tells it from others of that kind.
                 if world_size != place.world_size:
@@ -75,10 +73,9 @@ def _check_rank(place: Topology, rank: int, world_size: int) -> None:
         )
     if world_size == place.world_size and rank != place.rank:
         raise ConfigError(
-            f"init_process_group got rank={rank} in the worker of rank {place.rank}: two "
-            "ranks of one number would wait for each other for ever. Leave rank and world_size "
-            "out (they are in the environment), or read the rank there: "
-            'rank = int(os.environ["RANK"]).'
+            f"init_process_group got rank={rank} in the worker of rank {place.rank}: two ranks of "
+            "one number would wait for each other for ever. Leave rank and world_size out (they "
+            'are in the environment), or read the rank there: rank = int(os.environ["RANK"]).'
         )
 
 

@@ -86,8 +86,7 @@ class TemplateProcess:
             "authkey": bytes(multiprocessing.current_process().authkey).hex(),
         }
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Room for hundreds of messages: when a full socket has room again, the system sends SIGIO,
-        # which is to end the template where this end is closed.
+        # Room for hundreds of messages: a full socket that has room again sends SIGIO, too.
         its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET_BYTES)
         # A file, not a pipe: it is read only after the end, and a full pipe would block.
         errors = os.memfd_create("nbaccel-template-errors", os.MFD_CLOEXEC)
@@ -275,7 +274,12 @@ class Template:
                 if waited_s > time_limits.TEMPLATE_S:
                     self.drop(self.start())
                     raise no_answer(time_limits.TEMPLATE_S)
-                self._wait_a_moment(say)
+                in_making = [process for process in self.processes() if not process.ready]
+                for process in in_making:
+                    process.let_continue()
+                first = "torch in the process that workers are forked from (once)"
+                say(f"importing {(in_making[-1].importing if in_making else '') or first}")
+                select.select([process.socket for process in in_making], [], [], SAY_EVERY_S)
 
     def drop(self, process: TemplateProcess) -> None:
         """Use a process no more: it has ended, or it does not answer."""
@@ -360,15 +364,6 @@ class Template:
         lacked = used.lacked_packages(self.left_out)
         return used.ready and used.is_running() and not any(map(needs, lacked))
 
-    def _wait_a_moment(self, say: Callable[[str], None]) -> None:
-        in_making = [process for process in self.processes() if not process.ready]
-        for process in in_making:
-            process.let_continue()
-        package = in_making[-1].importing if in_making else ""
-        first = "torch in the process that workers are forked from (once)"
-        say(f"importing {package or first}")
-        select.select([process.socket for process in in_making], [], [], SAY_EVERY_S)
-
 
 def _why_ended(process: TemplateProcess) -> str:
     """What the import of a package has done to a template, which has ended by it."""
@@ -383,9 +378,8 @@ def _why_ended(process: TemplateProcess) -> str:
 def no_answer(limit_s: float) -> StartupFailed:
     """The error that a template did not answer in time."""
     return StartupFailed(
-        f"The template process did not answer within {limit_s:.0f} s, so no worker could be "
-        "started. The machine may be overloaded or swapping; it has been ended, and the next "
-        "launch starts a new one."
+        f"The template process did not answer within {limit_s:.0f} s, so no worker was started. "
+        "The machine may be overloaded or swapping; the next launch starts a new template."
     )
 
 

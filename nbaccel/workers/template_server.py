@@ -9,6 +9,7 @@ along). It says which one that was and ends; the notebook starts another one wit
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -45,7 +46,11 @@ _REASON_CHARS = 200
 def serve(channel_fd: int) -> NoReturn:
     """Import, report ready, then fork on request until the notebook is gone."""
     request = json.load(sys.stdin)
-    parent = _open_process(request["parent_id"])
+    # Readable when the notebook's process ends. Without it, where the system has none, the closed
+    # channel tells; a fork of the notebook could hold that open.
+    parent = []
+    with contextlib.suppress(OSError, AttributeError):
+        parent.append(os.pidfd_open(request["parent_id"]))
     if os.getppid() != request["parent_id"]:
         sys.exit("the notebook process ended before its template process started")
     # Not by `reaping.take_name`, which comes with torch.
@@ -71,15 +76,6 @@ def serve(channel_fd: int) -> NoReturn:
 def _say(channel_fd: int, **facts: Any) -> None:
     """Tell the notebook how far this is; see `Template._read`."""
     os.write(channel_fd, json.dumps(facts).encode())
-
-
-def _open_process(process_id: int) -> list[int]:
-    """A descriptor that becomes readable when the process ends, where the system has them."""
-    # Without it the closed channel tells; a fork of the notebook could hold that open.
-    try:
-        return [os.pidfd_open(process_id)]
-    except (OSError, AttributeError):
-        return []
 
 
 def _end_with_notebook(channel_fd: int, ends: bool) -> None:
@@ -153,21 +149,17 @@ def _import_for_workers(request: dict[str, Any]) -> None:
     registry.worker_preparations()
     if request["device"]:
         registry.device(request["device"]).prepare_template()
-    if request["extends_torch"]:
-        _load_extensions({device.extension for device in devices})
-    adopt_orphans()
-    _rehearse_transfer()
-
-
-def _load_extensions(paths: set[str]) -> None:
-    """Import packages that extend torch, but those that a device has imported if it needs them."""
-    for entry in importlib.metadata.entry_points(group="torch.backends"):
-        if entry.value in paths:
+    extensions = importlib.metadata.entry_points(group="torch.backends")
+    for entry in extensions if request["extends_torch"] else ():
+        # A device has imported its own, if it needs it.
+        if entry.value in {device.extension for device in devices}:
             continue
         try:
             entry.load()()
         except Exception as error:  # another package's code: torch is only not extended then
             sys.stderr.write(f"nbaccel: {entry.value} could not extend torch: {error}\n")
+    adopt_orphans()
+    _rehearse_transfer()
 
 
 def _rehearse_transfer() -> None:

@@ -38,12 +38,8 @@ ASK_LAST_S = 0.1  # before a pool's workers are killed because one was lost: not
 ANSWER_S = 0.2
 CUT_S = 1.0  # for a wait in C++ to end after its connections were shut down, and to raise
 EXIT_S = 10.0  # for what libraries do when a process ends, such as trackers that write last rows
-# For `finally` blocks and `with` statements, once KeyboardInterrupt has been raised; and for a
-# worker whose work is over to leave, beside `EXIT_S`.
-UNWIND_S = 3.0
+UNWIND_S = 3.0  # for `finally` blocks after KeyboardInterrupt; and, beside `EXIT_S`, to leave
 TERMINATE_S = 0.1  # for SIGTERM, which nothing in a worker handles but what user code installed
-# For a killed process to be reaped. The system may have gigabytes to free; one that takes longer
-# hangs in a driver, and the notebook must not hang with it.
-KILL_S = 5.0
+KILL_S = 5.0  # for a killed process to be reaped: one that takes longer hangs in a driver
 DESCENDANTS_S = 2.0  # for what a worker has started to be gone after it was killed
 EXIT_RECHECK_S = 2.0  # between looks at ranks that still work while others have returned

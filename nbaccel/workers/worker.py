@@ -31,6 +31,7 @@ import torch
 
 from nbaccel.base import atomic, env, torch_private, training_libraries
 from nbaccel.base.errors import InputRefused, InternalError, StoppedAtStep
+from nbaccel.base.frames import keep_lines, kind_name
 from nbaccel.base.units import shorten_text
 from nbaccel.loops import loop_watch, metrics_reporter
 from nbaccel.plan import registry
@@ -134,21 +135,18 @@ def _set_up_worker(ends: messaging.WorkerEnds, parent: int) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     # New objects: those of a forked kernel are ipykernel's, which send to the browser.
-    before = {
-        name: (getattr(sys, name), getattr(sys, f"__{name}__")) for name in ("stdout", "stderr")
-    }
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     for number, name in ((1, "stdout"), (2, "stderr")):
+        # Some libraries print to the "real" streams.
+        names = (name, f"__{name}__")
+        before = [getattr(sys, each) for each in names]
         # A kernel prints what is no Unicode, as some names of files are, too.
         stream = open(
             number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
         )
-        setattr(sys, name, stream)
-    # Some libraries print to the "real" streams.
-    for name in ("stdin", "stdout", "stderr"):
-        setattr(sys, f"__{name}__", getattr(sys, name))
-    for name, streams in before.items():
-        worker_output.move_handlers(streams, getattr(sys, name))
+        for each in names:
+            setattr(sys, each, stream)
+        worker_output.move_handlers(before, stream)
     sys.excepthook = sys.__excepthook__
     for name in ("ps1", "ps2", "ps3"):
         # Nobody types here, though it looks so in a kernel: Lightning would refuse to run.
@@ -168,6 +166,15 @@ class WorkerContext:
     store: Any  # the rendezvous store, in the worker that serves it
     settings: LibrarySettings = field(default_factory=LibrarySettings)
     changes: AppliedChanges = field(default_factory=AppliedChanges)
+
+    def receive_modules(self, staging_files: Mapping[str, int] | None = None) -> ReceivedModules:
+        """What will have the notebook's modules in this worker."""
+        return ReceivedModules(
+            rank=self.assignment.staging_rank,
+            num_nodes=self.assignment.num_notebooks,
+            share_back=self.assignment.share_back,
+            staging_files=staging_files,
+        )
 
     def begin_reports(self, channel: messaging.Channel) -> None:
         """Report to the notebook how far the call that begins is."""
@@ -213,7 +220,12 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
         os.chdir(assignment.working_directory)
         # In place, because other modules hold a reference to this list.
         sys.path[:] = assignment.import_path
-    limit_threads(assignment.threads)
+    torch.set_num_threads(assignment.threads)
+    # A fork of the notebook's process pays for it as said at `_found_libraries`: only where someone
+    # computes with such libraries (scikit-learn), who has this loaded.
+    if not _found_libraries and "threadpoolctl" in sys.modules:
+        find_libraries()
+    tell_libraries(assignment.threads)
     hardware = registry.device(assignment.device)
     hardware.enter_worker(place.local_rank)
     for prepare in registry.worker_preparations():
@@ -311,7 +323,7 @@ class Work:
 
     def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, ReceivedModules]:
         job = self.job
-        pickling.keep_sources(job.sources)
+        keep_lines(job.sources)
         call, received_modules = self._open()
         self.context.changes.follow(call.changes)
         # After unpickling, which may run user code that draws random numbers.
@@ -328,14 +340,9 @@ class Work:
         payload = self.job.payload
         files = list(self.descriptors)
         payload_fd = files.pop() if payload is not None else -1
-        assignment = self.context.assignment
-        received_modules = ReceivedModules(
-            rank=assignment.staging_rank,
-            num_nodes=assignment.num_notebooks,
-            share_back=assignment.share_back,
-            # Not strict: where nothing is brought home, no staging files come.
-            staging_files=dict(zip([key for key, _ in arenas], files[len(arenas) :], strict=False)),
-        )
+        # Not strict: where nothing is brought home, no staging files come.
+        staging = dict(zip([key for key, _ in arenas], files[len(arenas) :], strict=False))
+        received_modules = self.context.receive_modules(staging)
         inherited = self.forked_call.arenas if self.forked_call is not None else {}
         for (key, num_bytes), fd in zip(arenas, files, strict=False):
             received_modules.open_arena(key, num_bytes, fd, inherited.get(key))
@@ -360,7 +367,7 @@ def _pack_result(
     except BaseException as error:  # the user's own __reduce__ may raise anything
         reason = shorten_text(f"{type(error).__name__}: {error}", 2_000)
         unsendable = (
-            f"rank {rank} returned a {failure.kind_name(type(value))}, which cannot be sent to the "
+            f"rank {rank} returned a {kind_name(type(value))}, which cannot be sent to the "
             f"notebook ({reason})"
         )
         return None, [], unsendable
@@ -419,9 +426,8 @@ def report(
 def _refuse_questions(rank: int) -> None:
     def refuse(prompt: object = "") -> NoReturn:
         raise InputRefused(
-            f"input({str(prompt)!r}) in worker {rank} cannot be answered: workers have no "
-            "keyboard, and waiting would hang for ever. Ask in an ordinary cell before, and hand "
-            "the answer over."
+            f"input({str(prompt)!r}) in worker {rank} has no answer: workers have no keyboard. "
+            "Ask in an ordinary cell before, and hand the answer over."
         )
 
     def no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
@@ -448,8 +454,7 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
     # What has arrived here is not in the `__main__` of a process that starts anew.
     if is_found and not pickling.has_received(value):
         return NotImplemented
-    # cloudpickle returns the same class if it has made it in this process or in the one it was
-    # forked from, so `isinstance` holds on the other side.
+    # cloudpickle returns the class it has made here or before the fork, so `isinstance` holds.
     return cloudpickle.loads, (pickling.dumps_with_lines(value),)
 
 
@@ -480,9 +485,8 @@ def _exit_process(error: BaseException | None) -> None:
 
 # Libraries read their variables when they are loaded, which was not in the worker: each is told, in
 # the template if it knows the number. A process that tells OpenBLAS, which numpy and scipy bring,
-# anew after a fork gets all its threads back, as many as the machine has cores, and they wait in a
-# busy loop for work that may never come. The template's next fork ends them again (pthread_atfork),
-# and its worker inherits the number.
+# anew after a fork gets threads back for all cores, which wait in a busy loop for work that may
+# never come. The template's next fork ends them again, and its worker inherits the number.
 
 _found_libraries: list[Any] = []
 
@@ -499,13 +503,3 @@ def tell_libraries(num_threads: int) -> None:
     for library in _found_libraries:
         if library.num_threads != num_threads:
             library.set_num_threads(num_threads)
-
-
-def limit_threads(num_threads: int) -> None:
-    """Let the libraries of this worker compute with so many threads."""
-    torch.set_num_threads(num_threads)
-    # A fork of the notebook's process pays for it as said above: only where someone computes with
-    # such libraries (scikit-learn), who has this loaded.
-    if not _found_libraries and "threadpoolctl" in sys.modules:
-        find_libraries()
-    tell_libraries(num_threads)

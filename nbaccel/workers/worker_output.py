@@ -145,8 +145,7 @@ def _without_widgets(module: ModuleType) -> None:
 
 def move_handlers(streams: Sequence[Any], stream: Any) -> None:
     """Let handlers, such as those that imports have made, write to this stream instead of these."""
-    loggers = (logging.root, *tuple(logging.root.manager.loggerDict.values()))
-    for logger in loggers:
+    for logger in (logging.root, *tuple(logging.root.manager.loggerDict.values())):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
                 handler.setStream(stream)

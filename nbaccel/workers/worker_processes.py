@@ -151,8 +151,7 @@ def reap(pid: int) -> Ended | None:
         return Ended(pid, -signal.SIGKILL, 0)
     if result is None:
         return None
-    # First, while the dead leader still holds the group's number: DataLoader workers and
-    # subprocesses of a killed worker would live on otherwise.
+    # First, while the dead leader holds the group's number: its children would live on otherwise.
     end_group(pid)
     _, status, usage = os.wait4(pid, 0)
     return Ended(pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024)
@@ -280,7 +279,6 @@ class WorkerHandle:
     pid: int
     sentinel: int  # descriptor that can be read once the process may have ended
     starter: Starter
-    is_fork: bool  # it comes from the notebook's process, and handles `STACK_SIGNAL` from its start
     stays: bool  # it is a pool's, whose second thread listens while a cell runs
     state: HandleState = HandleState.FORKED
     forked_at: float = field(default_factory=time.monotonic)
@@ -317,8 +315,6 @@ class WorkerHandle:
         """Whether faulthandler has written why it dies."""
         return _CRASH_HEADING in self.stack_text
 
-    # ---- what is known of it
-
     def begin_call(self, *, takes_part: bool) -> None:
         """A call begins, and what is known of the last one is dropped."""
         self.take([])
@@ -345,12 +341,10 @@ class WorkerHandle:
             self.returned = messaging.Returned()
         self.since = time.monotonic()
 
-    def end(self, record: FailureRecord | None = None, *, loses_result: bool = False) -> None:
+    def end(self, record: FailureRecord | None = None) -> None:
         """It is gone and reaped."""
         self.state = HandleState.GONE
         self.record = record or self.record
-        if loses_result:
-            self.returned = None
 
     def record_of_death(self, ended: messaging.Ended, oom_kills: int) -> FailureRecord:
         """The record of it if it has just ended by itself."""
@@ -378,8 +372,6 @@ class WorkerHandle:
             stack=self.stack,
         )
 
-    # ---- what is done to it
-
     def tell(self, message: Any) -> None:
         """Send it a message; it may have ended, which its sentinel says."""
         with contextlib.suppress(OSError):
@@ -390,8 +382,8 @@ class WorkerHandle:
         if self.stays and self.state is not HandleState.FORKED:
             self.tell(messaging.Word.ASK_WHEREABOUTS)
             return True
-        # A process that does not handle the signal would be killed by it.
-        can_answer = self.is_fork or self.state is not HandleState.FORKED
+        # One that does not handle the signal would be killed by it. A fork does from its start.
+        can_answer = isinstance(self.starter, ForkStarter) or self.state is not HandleState.FORKED
         if can_answer:
             self.starter.signal(self.pid, STACK_SIGNAL)
         return can_answer
@@ -438,8 +430,7 @@ def connect() -> tuple[Channel, dict[int, str], WorkerEnds]:
         read_end, worker_ends[name] = os.pipe()
         # The notebook reads until a pipe is empty; a blocking read would stop all other work.
         os.set_blocking(read_end, False)
-        # A megabyte, so that a worker that prints a lot seldom waits. The user's quota of pipe
-        # memory may be used up: the default of 64 KiB stays.
+        # So that one that prints a lot seldom waits. Where the user's quota is used up: 64 KiB.
         with contextlib.suppress(OSError):
             fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, 1 << 20)
         pipes[read_end] = name

@@ -313,7 +313,7 @@ def test_an_interrupt_never_leaves_a_rank_between_its_own_file_and_the_arenas(mo
     nbytes = parameter.nbytes
     file = memfd.create_file("arena", nbytes)
     with memfd.closing_files(file):
-        rank_0 = LocalArena.open(file, nbytes)
+        rank_0 = LocalArena(file, memfd.Mapping(file, nbytes, is_private=True))
         place = rank_0.mapping
         parameter.data = torch.from_numpy(place.bytes()).view(torch.float32)
         stepper = torch.optim.SGD([parameter])

@@ -16,6 +16,7 @@ from nbaccel.transfer.free_names import Names, names_of
 from nbaccel.transfer.memfd import closing_files
 from nbaccel.transfer.namespace_sync import NamespaceSync, PreparedUpdate
 from nbaccel.transfer.pickling import unpack
+from nbaccel.transfer.received_modules import ReceivedModules
 from nbaccel.transfer.worker_namespace import Namespace
 
 
@@ -30,7 +31,7 @@ class Worker:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ns: dict[str, Any] = {"__name__": "__main__"}
-        self.namespace = Namespace(self.ns, rank=rank, device="cpu")
+        self.namespace = Namespace(self.ns, ReceivedModules(rank=rank), rank, "cpu")
 
     def mappings(self) -> list[Any]:
         return list(self.namespace.modules.mappings.values())
@@ -106,10 +107,8 @@ class Pair:
         """Let the notebook have the weights, as the pool does after a cell."""
         workers = [worker for worker in self.workers if not ranks or worker.rank in ranks]
         records = self.flow.records({key for w in workers for key in w.namespace.modules.dirty()})
-        arenas = {key: found for record in records for key, found in record.sharing.arenas.items()}
-        with staged(
-            Sharing.joined(record.sharing for record in records), arenas
-        ) as weight_receiver:
+        sharing = Sharing.joined(record.sharing for record in records)
+        with staged(sharing, sharing.arenas) as weight_receiver:
             staging = weight_receiver.staging
             written = [worker.namespace.modules.write_changed(staging) for worker in workers]
             reports = [report for report, _ in written]

@@ -10,7 +10,7 @@ import pytest
 from nbaccel import Pool, WorkerDied, notebook_launcher
 from nbaccel.calls.group import Group
 from nbaccel.workers import template
-from nbaccel.workers.worker_processes import WorkerHandle
+from nbaccel.workers.worker_processes import ForkStarter, WorkerHandle
 from tests import worker_functions as workers
 from tests.kernel.kernel import wait_for
 from tests.process import lives
@@ -28,7 +28,9 @@ def dying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
         member = start(group, rank)
         if rank in ranks:
             os.kill(member.pid, signal.SIGKILL)
-            assert wait_for(lambda: member.is_fork or not lives(member.pid))
+            assert wait_for(
+                lambda: isinstance(member.starter, ForkStarter) or not lives(member.pid)
+            )
         return member
 
     monkeypatch.setattr(Group, "_start_worker", start_and_kill)

@@ -5,11 +5,9 @@ runtime is touched and nothing is asked over the network (off Google's cloud a q
 metadata server takes half a minute).
 
 A driver's workers are one process per chip, which must be told the shape of all chips and where the
-others listen. The drivers could find that out, but keep what an image or an earlier launch has left
-in a variable: so workers get every value, and `STALE_VARIABLES` are taken away from them.
-
-Nothing here has run on a chip: the values are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with
-which the tests compare them.
+others listen. The drivers keep what an earlier launch has left in a variable: so workers get every
+value, and `STALE_VARIABLES` are taken away from them. Nothing here has run on a chip: the values
+are those of torch_tpu 0.2.0 and torch_xla 2.9.0, with which the tests compare them.
 """
 
 from __future__ import annotations
@@ -80,10 +78,9 @@ STALE_VARIABLES: frozenset[str] = frozenset(
         "TPU_VISIBLE_*",
     }
 )
-"""Variables that a worker must not inherit from the notebook: each describes one launch, and the
-drivers keep what they find. A name that ends with ``*`` stands for all that begin so. Settings of
-the user, such as caches and ``LIBTPU_INIT_ARGS``, are not among them, and neither are facts about
-the host (``TPU_WORKER_ID``, ``TPU_ACCELERATOR_TYPE``)."""
+"""Variables that a worker must not inherit: each describes one launch, and drivers keep what they
+find. A name that ends with ``*`` stands for all that begin so. Settings of the user and facts about
+the host (``LIBTPU_INIT_ARGS``, ``TPU_WORKER_ID``) are not among them."""
 
 
 def without_stale(environ: Mapping[str, str]) -> dict[str, str]:
@@ -132,8 +129,7 @@ def torch_xla_variables(
         "TPU_VISIBLE_CHIPS": str(local_rank),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
         "TPU_PROCESS_BOUNDS": _chosen_bounds("torch_xla", generation, num_workers, known_bounds),
-        # The workers of this host are all there are, so ranks count from 0 whatever the host's
-        # own number is.
+        # The workers of this host are all there are: ranks count from 0, whatever its own number.
         "CLOUD_TPU_TASK_ID": str(local_rank),
     }
     if num_workers == 1:
@@ -169,8 +165,7 @@ def _local_addresses(ports: Sequence[int]) -> str:
     return ",".join(f"localhost:{port}" for port in ports)
 
 
-# Google's network and storage devices have the same vendor, so the device decides. 0x0027 is v2 or
-# v3; 0x0056 has no public name.
+# Google's other devices have the same vendor. 0x0027 is v2 or v3; 0x0056 has no public name.
 _GENERATIONS = {
     "0x0027": "v2",
     "0x0056": "",
@@ -305,7 +300,6 @@ def _link_target(path: Path) -> str:
 _HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "TPU_NAME")
 
 _ACCELERATOR_TYPE = re.compile(r"(?:v(\d)(litepod|e|p)?|tpu(7x))(?:-\d+)?")
-_LITE_NAMES = {"litepod": "e"}
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -321,7 +315,7 @@ def generation_of_type(accelerator_type: str) -> str:
     if type_match is None:
         return ""
     number, variant, seventh = type_match.groups()
-    generation = seventh or f"v{number}{_LITE_NAMES.get(variant, variant or '')}"
+    generation = seventh or f"v{number}{'e' if variant == 'litepod' else variant or ''}"
     return generation if generation in BYTES_PER_CHIP else ""
 
 
@@ -334,12 +328,6 @@ def _notes_on(host: TpuHost, packages: drivers.DriverPackages) -> Iterator[str]:
             f"{count_noun(host.chips_on_bus, 'TPU chip')} on the PCI bus, and this process could "
             f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
             "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
-        )
-    if packages.foreign_torch_tpu:
-        yield (
-            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
-            "entry point torch_tpu._loader:load, and Sophgo's package has the same name. It drives "
-            "no TPU of Google's and is not used. Uninstall it before you install Google's."
         )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, installed in versions.items():

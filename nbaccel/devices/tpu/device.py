@@ -140,16 +140,14 @@ class TpuDevice(Device):
             return (
                 f"The TPU chips ({files}) are held by this notebook's kernel, and no other process "
                 "can use them before it ends. With torch_tpu, torch.manual_seed or one backward "
-                "pass on the CPU is enough to take them; with torch_xla, any tensor on the device. "
-                "Restart the kernel, and run %load_ext nbaccel before torch is imported: it keeps "
-                "the runtime uninitialized there."
+                "pass on the CPU takes them; with torch_xla, any tensor on the device. Restart the "
+                "kernel, and run %load_ext nbaccel before torch is imported, which prevents that."
             )
         if not holders:
             return ""
         return (
             f"The TPU chips ({files}) are held by {', '.join(map(describe_process, holders))}: "
-            "workers could not open them. End it; live workers of a notebook end with "
-            "%accelerate stop."
+            "workers could not open them. End it; a notebook's live workers: %accelerate stop."
         )
 
     def launch_variables(self, plan: Plan) -> tuple[Mapping[str, str | None], ...]:
@@ -191,8 +189,7 @@ class TpuDevice(Device):
         """See :meth:`Device.keep_asleep`; torch is told not to import torch_tpu.
 
         With torch_tpu in it, the kernel would take the chips in its first ``torch.manual_seed`` or
-        backward pass (0.2), and on a host without chips wait for a network. Nothing can be done
-        once torch has been imported, and what a user has set stays.
+        backward pass (0.2), and on a host without chips wait for a network.
         """
         is_undecided = env.read(_AUTOLOAD_VARIABLE) is None and "torch" not in sys.modules
         if is_undecided and drivers.find_packages({}).torch_tpu:
@@ -319,8 +316,7 @@ def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
     if row.drives_all and choice.name != TorchXlaDriver.name:
         return (
             f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-            f'strategy="{config.strategy}" does: its workers have one chip each. Leave strategy '
-            'out, or give tpu_driver="torch_xla".'
+            f'strategy="{config.strategy}" does. Leave that out, or give tpu_driver="torch_xla".'
         )
     if row.needs_group and choice.name == TorchXlaDriver.name:
         return (
@@ -344,11 +340,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _turn(module: nn.Module) -> Iterator[None]:
-    """Wait for this process's turn to copy a module, where host memory is short.
-
-    Copies to a chip are staged in host memory. Of several processes at once, each may need as much
-    as the whole module.
-    """
+    """Wait for this process's turn where host memory, in which copies are staged, is short."""
     num_local = int(env.read("LOCAL_WORLD_SIZE", "1") or 1)
     module_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     if not copies_in_turn(num_local, module_bytes, free_host_bytes()):

@@ -12,7 +12,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
@@ -42,15 +41,13 @@ _HARMLESS_WARNINGS = (
 _USED_NAMES: set[str] = set()
 
 
-@dataclass
 class _Figures:
     """What this process's runtime has said of itself."""
 
-    counts: CompileCounts
-    empty_answers: int = 0
+    counts = CompileCounts(programs=0, seconds=0.0)
+    empty_answers = 0
 
 
-_FIGURES = _Figures(CompileCounts(programs=0, seconds=0.0))
 # A runtime without figures of its memory gives 0, and writes two lines to stderr each time.
 _MOST_EMPTY_ANSWERS = 3
 
@@ -62,18 +59,16 @@ class TorchTpuDriver(TpuDriver):
     kind: ClassVar[str] = "tpu"
 
     def is_loaded(self) -> bool:
-        # `torch.tpu` is there without a device, too; only the renamed backend shows that there is
-        # one, and the module of that name may be another maker's.
+        # `torch.tpu` is there without a device, too; only the renamed backend shows one.
         torch_core: Any = getattr(sys.modules.get("torch"), "_C", None)
         if torch_core is None or "torch_tpu" not in sys.modules:
             return False
         name = getattr(torch_core, "_get_privateuse1_backend_name", None)
         if name is None:
             raise PlatformUnsupported(
-                f"torch {sys.modules['torch'].__version__} has no "
-                "torch._C._get_privateuse1_backend_name, which was seen in torch 2.11 to 2.15: "
-                "whether torch_tpu has made its device cannot be told. Install one of these, or "
-                "uninstall torch_tpu."
+                f"torch {sys.modules['torch'].__version__} has no torch._C."
+                "_get_privateuse1_backend_name, which was seen in 2.11 to 2.15 and tells whether "
+                "torch_tpu has made its device. Install one of these, or uninstall torch_tpu."
             )
         return bool(name() == self.kind)
 
@@ -137,15 +132,15 @@ class TorchTpuDriver(TpuDriver):
                 RuntimeWarning,
                 stacklevel=2,
             )
-            return _FIGURES.counts
+            return _Figures.counts
         stats = read_stats()
         programs = int(stats.num_compilations)
         # Asked in every step: the list of all programs is gone through only when it has grown.
-        if programs != _FIGURES.counts.programs:
+        if programs != _Figures.counts.programs:
             durations = (entry.compilation_duration for entry in stats.per_entry_stats)
             seconds = sum(duration.total_seconds() for duration in durations)
-            _FIGURES.counts = CompileCounts(programs=programs, seconds=seconds)
-        return _FIGURES.counts
+            _Figures.counts = CompileCounts(programs=programs, seconds=seconds)
+        return _Figures.counts
 
     def random_state(self, index: int | None = None) -> torch.Tensor:
         return self._generator().get_state()
@@ -159,12 +154,12 @@ class TorchTpuDriver(TpuDriver):
         return generator
 
     def reserved_bytes(self, device: torch.device) -> int | None:
-        if not self.is_awake() or _FIGURES.empty_answers >= _MOST_EMPTY_ANSWERS:
+        if not self.is_awake() or _Figures.empty_answers >= _MOST_EMPTY_ANSWERS:
             return None
         import torch
 
         used = torch.accelerator.memory_reserved() or torch.accelerator.memory_allocated()
-        _FIGURES.empty_answers = 0 if used else _FIGURES.empty_answers + 1
+        _Figures.empty_answers = 0 if used else _Figures.empty_answers + 1
         return used or None
 
 
@@ -172,8 +167,7 @@ class TorchTpuDriver(TpuDriver):
 def _without_notice(name: str) -> Iterator[None]:
     """Use a name of torch.tpu that says, once per process, that it is experimental.
 
-    Later uses are plain: this runs in every step, and `catch_warnings` lets Python forget which
-    warnings of others it has shown, so that each step would show them again.
+    Later uses are plain: after `catch_warnings` each step would show all other warnings again.
     """
     if name in _USED_NAMES:
         yield

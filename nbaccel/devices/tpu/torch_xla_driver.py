@@ -81,8 +81,7 @@ class TorchXlaDriver(TpuDriver):
         )
         refuse_collectives()
         if self._computes_on_chips():
-            # It must come before the first computation. On the processor nothing that was written
-            # can be read again (torch_xla 2.9).
+            # Before the first computation. On the processor nothing can be read again (2.9).
             folder = str(_CACHE_FOLDER.expanduser())
             importlib.import_module("torch_xla.runtime").initialize_cache(folder)
         importlib.import_module("torch_xla").device()
@@ -171,10 +170,7 @@ def _runtime_question() -> Callable[[], bool] | None:
 
 
 def _trial_backward() -> bool:
-    """Whether a backward pass on the device works in a fork of this process.
-
-    The fork uses the runtime of the processor, so it takes no chip, and is killed if it hangs.
-    """
+    """Whether a backward pass works in a fork, which takes no chip and is killed if it hangs."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of all forks
