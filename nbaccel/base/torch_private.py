@@ -13,7 +13,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -509,3 +509,29 @@ def requested_samples(sampler: Any) -> int | None:
 
 
 _check_names()
+
+
+@contextlib.contextmanager
+def plain_data(allowed: Iterable[Any] = ()) -> Iterator[None]:
+    """Let `torch.load` with ``weights_only=True`` read numpy's numbers and these classes, too.
+
+    A learning rate out of ``np.logspace`` is one of numpy's, in DeepSpeed's files as in others.
+    """
+    import numpy as np
+
+    reducers = {
+        "_reconstruct": np.zeros(1).__reduce__()[0],
+        "scalar": np.float64(0).__reduce__()[0],
+    }
+    # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
+    named_reducers = [
+        (reducer, f"numpy.{package_name}.multiarray.{reducer_name}")
+        for reducer_name, reducer in reducers.items()
+        for package_name in ("core", "_core")
+    ]
+    dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
+    # Leaving the block takes its classes off the list, those too that the user had put there.
+    user_globals = torch.serialization.get_safe_globals()
+    own = {*named_reducers, np.ndarray, np.dtype, *dtype_classes, *allowed}.difference(user_globals)
+    with torch.serialization.safe_globals(list(own)):
+        yield

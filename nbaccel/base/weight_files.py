@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -239,30 +239,3 @@ class Window(io.RawIOBase):
         done = self._file.readinto(memoryview(buffer)[:count])  # type: ignore[attr-defined]
         self._at += done
         return int(done)
-
-
-@contextlib.contextmanager
-def plain_data(allowed: Iterable[Any] = ()) -> Iterator[None]:
-    """Let `torch.load` with ``weights_only=True`` read numpy's numbers and these classes, too.
-
-    A learning rate out of ``np.logspace`` is one of numpy's, in DeepSpeed's files as in others.
-    """
-    import numpy as np
-    import torch
-
-    reducers = {
-        "_reconstruct": np.zeros(1).__reduce__()[0],
-        "scalar": np.float64(0).__reduce__()[0],
-    }
-    # numpy 1 and 2 keep them in packages of different names, and a file has the name of its writer.
-    named_reducers = [
-        (reducer, f"numpy.{package_name}.multiarray.{reducer_name}")
-        for reducer_name, reducer in reducers.items()
-        for package_name in ("core", "_core")
-    ]
-    dtype_classes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    # Leaving the block takes its classes off the list, those too that the user had put there.
-    user_globals = torch.serialization.get_safe_globals()
-    own = {*named_reducers, np.ndarray, np.dtype, *dtype_classes, *allowed}.difference(user_globals)
-    with torch.serialization.safe_globals(list(own)):
-        yield

@@ -20,7 +20,7 @@ from torch import nn
 
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
-from nbaccel.base.weight_files import plain_data
+from nbaccel.base.torch_private import plain_data
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at

@@ -46,7 +46,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbaccel.base.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
-from nbaccel.base.weight_files import Window, archive_problem, plain_data
+from nbaccel.base.torch_private import plain_data
+from nbaccel.base.weight_files import Window, archive_problem
 from nbaccel.plan.contracts.training import Place
 from nbaccel.strategies import optimizer_shards
 

@@ -24,8 +24,9 @@ from torch import nn
 
 from nbaccel.base import atomic
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
+from nbaccel.base.torch_private import plain_data
 from nbaccel.base.trees import names_by_tensor
-from nbaccel.base.weight_files import OLD_TORCH_FORMAT, plain_data, publishing
+from nbaccel.base.weight_files import OLD_TORCH_FORMAT, publishing
 from nbaccel.config.given_values import shown
 from nbaccel.transfer.sharded_tensors import shard_readers
 
