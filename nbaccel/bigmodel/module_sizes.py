@@ -169,7 +169,13 @@ def compute_module_total_buffer_size(
     dtype: WeightFormat | None = None,
     special_dtypes: Mapping[str, WeightFormat] | None = None,
 ) -> int:
-    """Bytes of all buffers of a model; arguments are as in :func:`compute_module_sizes`."""
+    """Bytes of all buffers of a model.
+
+    Args:
+        model: The module.
+        dtype: As in :func:`compute_module_sizes`.
+        special_dtypes: As in :func:`compute_module_sizes`.
+    """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 

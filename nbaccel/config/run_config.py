@@ -406,6 +406,12 @@ class RunConfig(Exchangeable):
         A DeepSpeed configuration among them decides stage, precision and accumulation where it
         has them, unless they are given beside it.
 
+        Args:
+            **settings: The settings to change.
+
+        Returns:
+            The copy.
+
         Raises:
             ConfigError: The new settings are wrong or contradict the others.
         """

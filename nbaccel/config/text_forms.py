@@ -196,12 +196,22 @@ class Exchangeable(Plain):
     """A model that is written as text and read back."""
 
     def to_json(self) -> str:
-        """All settings, defaults included, as a JSON object that :meth:`from_json` reads."""
+        """All settings as one JSON object, defaults included: a worker needs no other source.
+
+        Returns:
+            Text that :meth:`from_json` reads.
+        """
         return self.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Read what :meth:`to_json` wrote, or any JSON object of settings.
+
+        Args:
+            text: A JSON object.
+
+        Returns:
+            The configuration.
 
         Raises:
             ConfigError: The text is no JSON object, or its settings are wrong.
@@ -213,14 +223,24 @@ class Exchangeable(Plain):
         return cls._from_mapping(settings, "JSON")
 
     def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML, which :meth:`from_yaml` reads."""
+        """The settings that differ from the defaults as YAML, for a file that people read.
+
+        Returns:
+            Text that :meth:`from_yaml` reads.
+        """
         yaml = require("yaml", extra="", why="Writing a configuration file")
         settings = json.loads(self.model_dump_json(exclude_defaults=True))
         return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping; an empty text: the defaults.
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
+
+        Args:
+            text: A YAML mapping; an empty text gives the defaults.
+
+        Returns:
+            The configuration.
 
         Raises:
             ConfigError: The text is no YAML mapping, or its settings are wrong.
@@ -233,7 +253,11 @@ class Exchangeable(Plain):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema, for editors: type, range, meaning and unit of each setting."""
+        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
+
+        Returns:
+            A JSON schema as a dictionary.
+        """
         return cls.model_json_schema()
 
     @classmethod

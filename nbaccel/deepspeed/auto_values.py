@@ -161,7 +161,11 @@ class Resolved:
     warnings: tuple[str, ...] = ()
 
     def explain(self) -> str:
-        """What was filled in, as a table for a fixed-width font."""
+        """What was filled in, as a table.
+
+        Returns:
+            Text for a fixed-width font.
+        """
         title = f"DeepSpeed configuration, {len(self.choices)} filled in"
         return choices_table(title, self.choices, ())
 

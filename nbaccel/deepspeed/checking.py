@@ -215,9 +215,10 @@ def combination_mistakes(config: ZeroConfig, *, world_size: int | None = None) -
         needed = 3 if name == "offload_param" or is_swapped else 1
         if stage < needed:
             stages = "stage 3" if needed == 3 else "stage 1, 2 or 3"
+            fate = "write nothing to disk" if is_swapped else "move nothing"
             yield (
-                f"{key} needs {stages}: got stage {stage}. DeepSpeed would ignore it, and write "
-                f"nothing to disk. Give such a stage, or leave {name} out."
+                f"{key} needs {stages}: got stage {stage}. DeepSpeed would ignore it, and {fate}. "
+                f"Give such a stage, or leave {name} out."
             )
         if is_swapped and not section.nvme_path:
             yield (
@@ -302,8 +303,8 @@ def maker_mistakes(config: ZeroConfig, schema: Schema) -> Iterator[str]:
             yield from _untested(config, key, name)
         if key == "optimizer" and "max_grad_norm" in params:
             yield (
-                "optimizer.params.max_grad_norm is refused by DeepSpeed. Set gradient_clipping "
-                "instead."
+                f"optimizer.params.max_grad_norm={params['max_grad_norm']!r} is no parameter of an "
+                "optimizer any more, and DeepSpeed refuses it. Set gradient_clipping instead."
             )
             params = {key: value for key, value in params.items() if key != "max_grad_norm"}
         known = schema.schedulers.get(name)
@@ -339,7 +340,10 @@ def _constructor_mistakes(
             f"{name}={params[name]!r}. DeepSpeed could not make {maker}.{meant}"
         )
     for name in sorted(known.needed - set(params)) if section_name == "scheduler" else ():
-        yield f"scheduler.params.{name} is missing: {maker} has no default for it. Give {name}."
+        yield (
+            f"scheduler.params.{name} is missing: got {sorted(params)}, and {maker} has no default "
+            f"for it. Give {name}."
+        )
 
 
 def _is_number(value: Any, least: float = 0, below: float = math.inf) -> bool:

@@ -467,8 +467,8 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
     own = {key: value_at(settings, f"{key}.type") for key in ("optimizer", "scheduler")}
     if bundle.optimizers and not bundle.models:
         mistakes.append(
-            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model. Prepare them in one "
-            "call."
+            f"prepare got {len(bundle.optimizers)} optimizer(s) and no model: alone they would "
+            "train nothing. Prepare them in one call."
         )
     if any(isinstance(one, engines.EngineOptimizer) for one in bundle.optimizers):
         mistakes.append(

@@ -278,8 +278,11 @@ def key_findings(settings: Mapping[str, Any], schema: Schema, section: str = "")
             # A comment, in one of the ways that people write one.
             if key.startswith(("_", "//", "#", "$")) or key.lower() in ("comment", "comments"):
                 if section in schema.models:
-                    text = f"{path} is a comment, and DeepSpeed {schema.version} refuses it there."
-                    yield FieldMistake(f"{text} Move it to the top level.", path)
+                    text = (
+                        f"{path} is a comment, and DeepSpeed {schema.version} refuses keys that it "
+                        f"does not know there: got {shown(value)}. Move it to the top level."
+                    )
+                    yield FieldMistake(text, path)
                 continue
             meant_key, advice = _advice(key, section, settings, schema)
             yield _unknown_key(path, value, section, advice, schema)

@@ -89,7 +89,7 @@ Text = Annotated[
     _rule("text", _read_text, "text that is not empty", "Write it in quotes"),
 ]
 _TABLE_RULE = _rule(
-    *("table", _read_table, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}')
+    "table", _read_table, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}'
 )
 Params = Annotated[
     dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value)))

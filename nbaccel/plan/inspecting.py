@@ -137,7 +137,11 @@ def free_host_bytes() -> int:
 
 
 def inspect_machine() -> Inventory:
-    """Look at this machine and this process, in milliseconds, with nothing initialised for it."""
+    """Look at this machine and this process.
+
+    Returns:
+        What was found, a few milliseconds after the call; nothing was initialised for it.
+    """
     environ = env.snapshot()
     limits = read_limits()
     total_bytes, available_bytes = _host_memory()

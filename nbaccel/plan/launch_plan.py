@@ -69,7 +69,11 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """The plan in one line: ``2 CPU workers, 1 thread each, started from the template``."""
+        """The plan in one line.
+
+        Returns:
+            ``2 CPU workers, 1 thread each, started from the template``, for example.
+        """
         parts = [
             count_noun(self.num_processes, f"{device_row(self.device).noun} worker"),
             count_noun(self.threads_per_process, "thread") + " each" * (self.num_processes > 1),
@@ -86,7 +90,11 @@ class Plan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
+        """The plan as a table: what, value, why; warnings under it.
+
+        Returns:
+            Text for a fixed-width font, at most 100 characters a line where words allow.
+        """
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:

@@ -143,7 +143,8 @@ def wanted_strategy(said: Said) -> Wanted | None:
             first_request, second_request, *_ = requests_of_source
             raise ConfigError(
                 f"{first_request.what} and {second_request.what} were both given: each shards "
-                "models in its own way, and only one can. Give one of them."
+                f"models in its own way ({first_request.strategy} and {second_request.strategy}), "
+                "and only one can. Give one of them."
             )
         if requests_of_source:
             return requests_of_source[0]

@@ -213,7 +213,11 @@ class TrainingPlan:
         return ", ".join(parts)
 
     def explain(self) -> str:
-        """The plan as a table for a fixed-width font: what, value, why; warnings under it."""
+        """The plan as a table: what, value, why; warnings under it.
+
+        Returns:
+            Text for a fixed-width font.
+        """
         return choices_table(self.headline(), self.choices, self.warnings)
 
     def __str__(self) -> str:

@@ -131,8 +131,7 @@ def test_the_lock_of_a_build_that_goes_on_stays_and_is_removed_after(monkeypatch
         builder.communicate(b"\n")
     assert library.remove_forgotten_locks() == (lock,)
     assert not lock.exists()
-    # Another rank has found it forgotten, too, and removed it after this one's last look.
-    lock.touch()
+    lock.touch()  # and another rank removes it after this one's last look
     pauses = iter([None, None, lock.unlink])
     monkeypatch.setattr(library.time, "sleep", lambda _: (do := next(pauses)) and do())
     assert library.remove_forgotten_locks() == (lock,)
