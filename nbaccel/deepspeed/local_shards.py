@@ -193,8 +193,8 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
     if misfits:
         wrong = first_few(misfits, 5, separator="; ")
         raise ConfigError(
-            f"The state does not fit {type(module).__name__}: {wrong}. Load the state of the same "
-            "model, or give strict=False for names alone."
+            f"The state does not fit {type(module).__name__}: {wrong}. Weights would go to the "
+            "wrong places. Load the state of the same model, or give strict=False for names alone."
         )
     # Tied parameters are one tensor of several names.
     wanted = {id(own[name]): name for name in wanted_names}
@@ -216,13 +216,15 @@ def scatter_weights(module: nn.Module, state: Mapping[str, Any], *, strict: bool
 def _misfits(
     own: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
-    here = {name: shape_of(tensor) for name, tensor in own.items()}
-    given = {name: tuple(value.shape) for name, value in state.items() if hasattr(value, "shape")}
-    return [
-        f"{name} has shape {given.get(name)} instead of {here.get(name)}"
-        for name in ({**here, **given} if strict else here.keys() & given.keys())
-        if given.get(name) != here.get(name)
+    misfits = [
+        f"{name} has shape {tuple(state[name].shape)} instead of {shape_of(tensor)}"
+        for name, tensor in own.items()
+        if name in state and tuple(state[name].shape) != shape_of(tensor)
     ]
+    if strict:
+        misfits += [f"{name} is missing" for name in own if name not in state]
+        misfits += [f"{name} is unknown" for name in state if name not in own]
+    return misfits
 
 
 # DeepSpeed empties its folder when an engine is made, also of another engine's states, and leaves
