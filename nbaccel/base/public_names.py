@@ -117,7 +117,8 @@ def missing_name_of(missing_name: str, missing_part: LaterPart, module_name: str
 
     docs = f"Of Accelerate; not in this version, which lacks {what}. {instead}."
     # As __new__, so that a subclass raises too, whatever its constructor takes.
-    return type(missing_name, (), {"__new__": refuse, "__doc__": docs, "__module__": module_name})
+    attributes = {"__new__": refuse, "_part": missing_part}
+    return type(missing_name, (), {**attributes, "__doc__": docs, "__module__": module_name})
 
 
 _MISSING_NAMES = (

@@ -247,7 +247,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
 def test_where_it_cannot_be_kept_is_refused() -> None:
     plan = resolve(RunConfig(num_processes=2, device="cpu", resume=True))
     two_nodes = plan.config.changed(num_nodes=2, master_addr="10.0.0.1", use_port=29611)
-    with pytest.raises(ConfigError, match="num_nodes=2: notebooks that meet stop each"):
+    with pytest.raises(ConfigError, match="num_nodes=2: notebooks that meet stop in no common"):
         launched_functions.resume_folder(replace(plan, config=two_nodes), train)
     with pytest.raises(ConfigError, match="a folder that all hosts see"):
         launched_functions.resume_folder(replace(plan, engine="ray"), train)
