@@ -23,7 +23,7 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
-from nbaccel.memory.memory_model import model_states, short_formats
+from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -327,15 +327,10 @@ def estimate_memory(
         )
     machine = inventory or inspect_machine()
     if formats is not None:
-        if not callable(getattr(model_or_shape, "modules", None)):
-            raise ConfigError(
-                f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
-                f"layers: got {model_or_shape!r}. Give the module (it may be on meta)."
-            )
         return estimate.torch_estimate(
             shape,
             strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
-            states=model_states(model_or_shape, world_size=world_size, formats=formats),
+            states=_short_states(model_or_shape, world_size, formats),
             num_processes=num_processes,
             num_nodes=num_nodes,
             activation_bytes=activation_bytes,
@@ -366,6 +361,16 @@ def estimate_memory(
         nvme_folders=folders,
         notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
     )
+
+
+def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
+    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
+    if not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
+            f"layers: got {model!r}. Give the module (it may be on meta)."
+        )
+    return model_states(model, world_size=world_size, formats=formats)
 
 
 def _check_arguments(
