@@ -315,15 +315,9 @@ def estimate_memory(
     formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
-        # Not at the top: importing torch's fake tensors takes about a second.
-        from nbaccel.memory.activations import measure_activations, resized
-
-        num_rows = given.get(_BATCH_KEY)
-        activation_bytes = measure_activations(
-            model_or_shape,
-            resized(sample_batch, num_rows) if isinstance(num_rows, int) else sample_batch,
-            precision=settings.precision if formats is None else "bf16",
-            gradient_checkpointing=gradient_checkpointing,
+        precision = settings.precision if formats is None else "bf16"
+        activation_bytes = _measured(
+            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
     if formats is not None:
@@ -360,6 +354,20 @@ def estimate_memory(
         nvme_free=min(map(free_bytes, folders), default=None) if nvme.total else None,
         nvme_folders=folders,
         notes=(*common_notes(activation_bytes, on_cpu=not gpus), *([note] if names else [])),
+    )
+
+
+def _measured(
+    model: Any, batch: Any, num_rows: Any, precision: str, gradient_checkpointing: bool
+) -> int:
+    # Here, since importing torch's fake tensors takes about a second.
+    from nbaccel.memory.activations import measure_activations, resized
+
+    return measure_activations(
+        model,
+        resized(batch, num_rows) if isinstance(num_rows, int) else batch,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
     )
 
 
