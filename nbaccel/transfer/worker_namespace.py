@@ -79,7 +79,7 @@ class Namespace:
 
     def bound(self) -> tuple[str, ...]:
         """The user's names that were bound, rebound or deleted since `begin`."""
-        return tuple(dict(self._before.items() ^ self._snapshot().items()))
+        return tuple(sorted(dict(self._before.items() ^ self._snapshot().items())))
 
     def _snapshot(self) -> dict[str, int]:
         """Ids, not values: the snapshot must not keep alive what a cell deletes."""
