@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import os
 import signal
 import sys
@@ -113,10 +112,6 @@ def segfault() -> None:
 
 def abort() -> None:
     os.abort()
-
-
-def without_dumps() -> None:
-    faulthandler.disable()
 
 
 def wait_in_all_reduce() -> None:

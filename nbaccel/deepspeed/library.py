@@ -12,7 +12,6 @@ the processes communicate by gloo, and a DeepSpeed plugin means DeepSpeed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
 import logging
@@ -178,12 +177,7 @@ def _wrap_once(changed_class: Any, name: str, wrapper: Callable[..., Any]) -> No
     method = getattr(changed_class, name)
     # `functools.wraps` leaves this mark, which a forked worker inherits with the changed class.
     if not hasattr(method, "__wrapped__"):
-
-        @functools.wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(method, *args, **kwargs)
-
-        setattr(changed_class, name, wrapped)
+        setattr(changed_class, name, training_libraries.hooked(method, wrapper))
 
 
 _log = get_logger(__name__)

@@ -14,10 +14,12 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
@@ -113,8 +115,9 @@ def num_samples(batch: Any) -> int:
     counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
     if not counts:
         raise ConfigError(
-            f"sample_batch is a {type(batch).__name__} without tensors. Give what your loader "
-            "gives: a tensor, or a dict or tuple of tensors whose first dimension counts samples."
+            f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
+            "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
+            "first dimension counts samples."
         )
     return int(counts[0])
 
@@ -177,14 +180,23 @@ def _most_arguments(model: Any) -> int | None:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """What one forward and backward pass needs besides parameters, in bytes."""
+
+    saved: int  # what is kept at the end of the forward pass, each storage once
+    # The most at once: what is computed again, too, and gradients until a parameter has them.
+    peak: int
+
+
 def measure_activations(
     model: nn.Module,
     sample_batch: Any,
     *,
     precision: str = "fp32",
     gradient_checkpointing: bool = False,
-) -> int:
-    """Measure what a pass of a model needs besides parameters: the most bytes at any moment."""
+) -> Activations:
+    """Measure what a model keeps for its backward pass."""
     dtype = _DTYPES.get(precision)
     # A model may hold real tensors besides its parameters and buffers; these are allowed.
     fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
@@ -205,25 +217,40 @@ def measure_activations(
             raise
         except Exception as error:  # a batch of another form makes the model fail in any way
             raise ConfigError(
-                f"{type(model).__name__} does not run with this sample_batch: it raised "
-                f"{type(error).__name__}: {error}. Give a batch as the training loop hands it to "
-                "the model."
+                f"{type(model).__name__} does not run with this sample_batch, so its activations "
+                f"cannot be measured: it raised {type(error).__name__}: {error}. Give a batch as "
+                "the training loop hands it to the model: a tensor, or a dict or tuple of the "
+                "model's arguments."
             ) from error
 
 
-def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> int:
+def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activations:
     twin.train()
     if gradient_checkpointing:
         enable_gradient_checkpointing(twin)
+    # Saved, too, where a layer needs its weights, but they are counted with the model states.
+    tensors = [*twin.parameters(), *twin.buffers()]
+    keys = {storage_key(tensor) for tensor in tensors}
     for parameter in twin.parameters():
         if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    # Weights are kept for the backward pass, too, and counted with the model states.
-    with LiveBytes([*twin.parameters(), *twin.buffers()]) as live:
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if storage_key(tensor) not in keys:
+            # By storage, because several saved tensors may be views of one.
+            saved[storage_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with LiveBytes(tensors) as live:
         mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
-        loss_of(call(twin, batch)).backward()  # type: ignore[no-untyped-call]
-    return int(live.peak)
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(call(twin, batch))
+        num_saved = sum(storage.nbytes() for storage in saved.values())
+        saved.clear()  # these references would keep the backward pass from freeing anything
+        loss.backward()  # type: ignore[no-untyped-call]
+    return Activations(saved=num_saved, peak=max(num_saved, live.peak))
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -250,9 +277,10 @@ def _check_small(model: nn.Module, error: Exception) -> None:
     free_bytes = inspect_machine().host_available_bytes
     if any(tensor.is_meta for tensor in tensors) or num_bytes > free_bytes // 16:
         raise ConfigError(
-            f"The activations of {type(model).__name__} cannot be measured without values: it "
-            f"raised {type(error).__name__}: {error}. Measure them where {format_bytes(num_bytes)} "
-            "fit, and give activation_bytes."
+            f"The activations of {type(model).__name__} cannot be measured without running it: "
+            f"with tensors that have no values it raised {type(error).__name__}: {error}. A real "
+            f"run would need a copy of {format_bytes(num_bytes)} with values. Measure them where "
+            "the model fits and give activation_bytes."
         ) from error
 
 

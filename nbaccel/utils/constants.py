@@ -37,7 +37,11 @@ CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
 # All types but those of one process and of XLA, which has collectives of its own.
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
-    *(it.value for it in DistributedType if it.value not in {"NO", "XLA", *CUDA_DISTRIBUTED_TYPES}),
+    *(
+        kind.value
+        for kind in DistributedType
+        if kind.value not in {"NO", "XLA", *CUDA_DISTRIBUTED_TYPES}
+    ),
 ]
 
 STR_OPERATION_TO_FUNC = {

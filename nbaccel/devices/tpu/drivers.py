@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from nbaccel.base.optional_packages import metadata_version
@@ -94,7 +95,8 @@ def move_parameters(module: nn.Module, device: torch.device) -> None:
             continue
         gradient = parameter.grad
         parameter.grad = None
-        # A blocking copy: else a later write to the host tensor showed in it (torch_tpu 0.2).
+        # A blocking copy: with a non-blocking one, a later write to the host tensor showed in the
+        # copy (torch_tpu 0.2).
         on_device = torch.nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
         torch_private.replace_in_place(parameter, on_device)
         if gradient is not None:
@@ -106,6 +108,8 @@ TORCH_TPU_EXTENSION = "torch_tpu._loader:load"
 """By what torch's entry point ``torch.backends`` imports torch_tpu."""
 
 _TORCH_TPU_ENTRY_POINT = ("torch.backends", TORCH_TPU_EXTENSION)
+# In this order torch_xla takes a path from the environment.
+_LIBRARY_VARIABLES = ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,25 +118,44 @@ class DriverPackages:
 
     torch: str = ""  # version of torch; this and all others are empty where it is not installed
     torch_tpu: str = ""  # version of Google's torch_tpu
+    foreign_torch_tpu: str = ""  # version of another package of that name
     torch_xla: str = ""  # version of torch_xla
-    libtpu: str = ""  # version of libtpu, or the path of one that is no package
+    libtpu: str = ""  # version of libtpu, or the path of the one that is loaded instead of it
 
 
 def find_packages(
     environ: Mapping[str, str], search_path: Sequence[str] | None = None
 ) -> DriverPackages:
     """Look for the drivers."""
-    torch_tpu = _find("torch_tpu", search_path)
+    torch_tpu, torch_xla = (_find(name, search_path) for name in ("torch_tpu", "torch_xla"))
     is_googles = torch_tpu is not None and any(
         (point.group, point.value) == _TORCH_TPU_ENTRY_POINT for point in torch_tpu.entry_points
     )
     return DriverPackages(
         torch=_installed_version(_find("torch", search_path)),
         torch_tpu=_installed_version(torch_tpu) if is_googles else "",
-        torch_xla=_installed_version(_find("torch_xla", search_path)),
-        libtpu=_installed_version(_find("libtpu", search_path))
-        or environ.get("TPU_LIBRARY_PATH", ""),
+        foreign_torch_tpu="" if is_googles else _installed_version(torch_tpu),
+        torch_xla=_installed_version(torch_xla),
+        libtpu=_find_libtpu(environ, torch_xla, search_path),
     )
+
+
+def _find_libtpu(
+    environ: Mapping[str, str], torch_xla: Distribution | None, search_path: Sequence[str] | None
+) -> str:
+    distribution = _find("libtpu", search_path) or _find("libtpu-nightly", search_path)
+    named_path = next((path for name in _LIBRARY_VARIABLES if (path := environ.get(name))), "")
+    # Both drivers write the path of an installed libtpu into the environment when they are
+    # imported: the version says more then.
+    if named_path and not (
+        distribution is not None
+        and Path(named_path).is_relative_to(str(distribution.locate_file("libtpu")))
+    ):
+        return named_path
+    if distribution is not None:
+        return _installed_version(distribution)
+    bundled = None if torch_xla is None else torch_xla.locate_file("torch_xla/lib/libtpu.so")
+    return str(bundled) if bundled is not None and Path(str(bundled)).exists() else ""
 
 
 def _find(name: str, search_path: Sequence[str] | None) -> Distribution | None:
@@ -187,7 +210,8 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
     return DriverChoice(
         refusal=(
             f'tpu_driver="{asked}" finds nothing for {count_noun(found.chips, "TPU chip")}: '
-            f'{"; ".join(problems)}. {remedy}; or give device="cpu".'
+            f"{'; '.join(problems)}. Workers could not compute on them. "
+            f'{remedy}; or give device="cpu".'
         )
     )
 
@@ -243,8 +267,9 @@ def _chips_refusal(asked: str, host: TpuHost) -> str:
         text = f" ({chips} on the PCI bus, whose device files are missing)"
     return (
         f'tpu_driver="{asked}" needs a TPU chip: got a machine where this process could open '
-        f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, give "
-        'device="cpu", or, for a dry run on it, set PJRT_DEVICE=CPU and tpu_driver="torch_xla".'
+        f"none{text}. Workers would have nothing to compute on. Take a runtime with a TPU, "
+        'give device="cpu", or set PJRT_DEVICE=CPU and tpu_driver="torch_xla" for a dry run of '
+        "torch_xla on the processor."
     )
 
 

@@ -448,11 +448,14 @@ class PickerModel:
         may_recompute = not self.refusal("activation_checkpointing")
         return tuple(
             partial(
-                self._measure_later, model, mixed_precision=precision, activation_checkpointing=it
+                self._measure_later,
+                model,
+                mixed_precision=precision,
+                activation_checkpointing=recomputes,
             )
             for precision in self.precisions
-            for it in (False, True)
-            if may_recompute or it == self.config.activation_checkpointing
+            for recomputes in (False, True)
+            if may_recompute or recomputes == self.config.activation_checkpointing
         )
 
     def _measure_later(self, model: MemoryModel, **changes: Any) -> None:

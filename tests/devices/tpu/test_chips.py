@@ -125,18 +125,26 @@ def test_the_bus_knows_better_than_the_name_and_files_are_in_the_order_of_their_
     [
         ({}, (), ""),
         ({}, ("libtpu",), "1.0"),
-        ({"TPU_LIBRARY_PATH": "/lib/libtpu.so"}, (), "/lib/libtpu.so"),
+        ({}, ("libtpu-nightly",), "1.0"),
+        ({"TPU_LIBRARY_PATH": "/lib/libtpu.so"}, ("libtpu",), "/lib/libtpu.so"),
+        ({"PTXLA_TPU_LIBRARY_PATH": "/lib/libtpu.so"}, (), "/lib/libtpu.so"),
         # As the drivers leave it behind when they are imported.
-        ({"TPU_LIBRARY_PATH": "/packages/libtpu/libtpu.so"}, ("libtpu",), "1.0"),
+        ({"TPU_LIBRARY_PATH": "{packages}/libtpu/libtpu.so"}, ("libtpu",), "1.0"),
         ({}, ("torch_xla",), ""),
+        ({}, ("torch_xla", "torch_xla/lib/libtpu.so"), "{packages}/torch_xla/lib/libtpu.so"),
     ],
 )
 def test_libtpu(tmp_path, environ, installed, libtpu):
     packages = tmp_path / "packages"
     for name in installed:
-        install_package(packages, name, "1.0")
-    found = inspect_host(environ | HINT, tmp_path, search_path=[str(packages)])
-    assert found.libtpu == libtpu
+        if name.endswith(".so"):
+            (packages / name).parent.mkdir(parents=True)
+            (packages / name).touch()
+        else:
+            install_package(packages, name, "1.0")
+    filled = {name: value.format(packages=packages) for name, value in environ.items()}
+    found = inspect_host(filled | HINT, tmp_path, search_path=[str(packages)])
+    assert found.libtpu == libtpu.format(packages=packages)
 
 
 HOLD = "import sys; held = open(sys.argv[1]); print('open', flush=True); sys.stdin.read()"
@@ -228,6 +236,9 @@ def test_a_package_of_the_same_name_is_not_googles(tmp_path):
     install_package(tmp_path / "packages", "torch_tpu", "2.1.0", entry_point=SOPHGO)
     found = inspect_host({}, tmp_path, search_path=[str(tmp_path / "packages")])
     assert found.torch_tpu == ""
+    (note,) = found.notes
+    assert note.startswith("The installed torch_tpu 2.1.0 is not Google's")
+    assert "Uninstall it" in note
 
 
 OF_TPU, OF_XLA = ("torch_tpu", "0.2.0"), ("torch_xla", "2.9.0")

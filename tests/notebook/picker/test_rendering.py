@@ -182,7 +182,6 @@ def test_before_the_estimate_and_without_a_model_it_says_so():
         assert "chosen" not in table
 
 
-IN_HALF = RunConfig(mixed_precision="bf16")
 MACHINES = {
     "two GPUs": with_gpus(2, total=40, free=39),
     "one small GPU": with_gpus(1, total=8, free=7, capability=(7, 5)),
