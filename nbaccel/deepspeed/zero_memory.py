@@ -368,7 +368,7 @@ def _measured(
         resized(batch, num_rows) if isinstance(num_rows, int) else batch,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-    )
+    ).peak
 
 
 def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
@@ -443,6 +443,7 @@ def check_disk(need: MemoryEstimate, in_use: Collection[Path] = ()) -> None:
     if needed_bytes > free_room:
         raise ConfigError(
             f"nvme_path={str(folder)!r} has too little room: DeepSpeed will write about "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes), and {format_bytes(free_room)} "
-            f'({free_room} bytes) are free. Make room, or set another folder, or the device "cpu".'
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) for {need.num_processes} "
+            f"process(es), and {format_bytes(free_room)} ({free_room} bytes) are free. Training "
+            'would end half-way. Make room, give another folder, or set the device to "cpu".'
         )

@@ -33,7 +33,7 @@ class TpuHost:
     threads_per_process: int = 1  # replicas of a worker, a thread each: 2 on v2 and v3, else 1
     num_hosts: int = 1  # machines of the slice that this one belongs to
     worker_id: int = 0  # this machine's number among them, from 0
-    libtpu: str = ""  # its version, or the path of one that is no package
+    libtpu: str = ""  # its version, or the path of the one that will be loaded instead
     torch_tpu: str = ""  # version of Google's torch_tpu; empty where it is not installed
     torch_xla: str = ""  # version of torch_xla; empty where it is not installed
     pjrt_device: str = ""  # what ``PJRT_DEVICE`` says, in capital letters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -114,10 +113,16 @@ def align_module_device(
             hook.execution_device = execution_device
         try:
             # Those of other libraries bring weights in as part of a call.
-            getattr(hook, "bring_in", hook.pre_forward)(module)
+            if hasattr(hook, "bring_in"):
+                hook.bring_in(module)
+            else:
+                hook.pre_forward(module)
             yield
         finally:
-            getattr(hook, "send_out", functools.partial(hook.post_forward, output=None))(module)
+            if hasattr(hook, "send_out"):
+                hook.send_out(module)
+            else:
+                hook.post_forward(module, None)
             hook.execution_device = usual_device
     elif execution_device is None:
         yield

@@ -22,6 +22,7 @@ from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from tests.accelerator.loops import told
+from tests.precision.test_native import made
 from tests.strategies.needs import SHARDING
 from tests.strategies.test_ddp import largest_difference
 from tests.strategies.workers import Recipe, Tower, Training, place, train
@@ -33,7 +34,8 @@ FSDP = Recipe(strategy="fsdp")
 
 
 def fsdp(here: Place | None = None, kind: Any = Fp32, **settings: Any) -> FsdpStrategy:
-    return FsdpStrategy(here or Place(device=CPU), FullyShardedDataParallelPlugin(**settings), kind)
+    plugin = FullyShardedDataParallelPlugin(**settings)
+    return FsdpStrategy(here or Place(device=CPU), plugin, made(kind))
 
 
 def beside_ddp(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -29,6 +29,7 @@ from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
 from nbaccel.utils import merge_fsdp_weights
 from tests import damage
+from tests.precision.test_native import made
 from tests.train.checkpoint.training import ALONE, Training
 
 KINDS = pytest.mark.parametrize("in_shards", [True, False])
@@ -36,7 +37,7 @@ KINDS = pytest.mark.parametrize("in_shards", [True, False])
 
 def sharded(seed: int, *, in_shards: bool) -> Training:
     training = Training(init_process(cpu=True), seed)
-    strategy = FsdpStrategy(training.place, FullyShardedDataParallelPlugin(), Fp32)
+    strategy = FsdpStrategy(training.place, FullyShardedDataParallelPlugin(), made(Fp32))
     bundle = strategy.wrap(Bundle(models=(training.model,), optimizers=(training.optimizer,)))
     (training.model,) = bundle.models
     (training.optimizer,) = bundle.optimizers
