@@ -111,5 +111,5 @@ def test_a_kernel_that_a_seed_has_woken_is_told_that_it_holds_the_chips(
     said = run_code(LAUNCH_FROM_AN_AWAKE_KERNEL)
     files = ", ".join(host.device_files)
     assert f"The TPU chips ({files}) are held by this notebook's kernel" in said
-    assert "torch.manual_seed or one backward pass on the CPU is enough" in said
+    assert "With torch_tpu, torch.manual_seed or one backward pass on the CPU takes them" in said
     assert "Restart the kernel, and run %load_ext nbaccel before torch is imported" in said
