@@ -497,7 +497,11 @@ def conclude_call(
     lost = [value.reason for value in values if isinstance(value, UnsendableResult)]
     if lost:
         others = f", and so did {count_noun(len(lost) - 1, 'more rank')}" if len(lost) > 1 else ""
-        lines.insert(0, f"{lost[0]}{others}. The results say so in its place.")
+        lines.insert(
+            0,
+            f"{lost[0]}{others}. The results say so in its place. Return what can be pickled: "
+            "numbers, tensors, accelerator.get_state_dict(model).",
+        )
     level = frames.caller_level() if lines else 0
     for line in lines:
         warnings.warn(line, stacklevel=level)

@@ -278,16 +278,17 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def table_html(rows: Sequence[Sequence[str]], *, num_left: int = 1) -> str:
     """The same for a cell; so many columns are to the left."""
+
+    def row_of(tag: str, texts: Sequence[str]) -> str:
+        cells = []
+        for number, text in enumerate(texts):
+            style = "left" if number < num_left else "right;white-space:nowrap"
+            cells.append(f"<{tag} style='text-align:{style}'>{escape(text)}</{tag}>")
+        return f"<tr>{''.join(cells)}</tr>"
+
     head, *body = rows
-    heads = "".join(f"<th>{escape(text)}</th>" for text in head)
-    lines = []
-    for row in body:
-        cells = [
-            f"<td style='text-align:{'left' if number < num_left else 'right'}'>{escape(text)}</td>"
-            for number, text in enumerate(row)
-        ]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    lines = "".join(row_of("td", row) for row in body)
+    return f"<table><thead>{row_of('th', head)}</thead><tbody>{lines}</tbody></table>"
 
 
 def paragraphs(texts: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.transfer import arena, memfd
@@ -255,6 +256,9 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self._memory(value, kind)
         if reduced is not NotImplemented:
             return reduced
+        if isinstance(value, DistributedDataParallel):
+            # It belongs to a process group, which only its own process has.
+            return _wrapped_module, (value.module,)
         if isinstance(value, torch.nn.Module):
             self._sender.modules.append(value)
             return self._module(value)
@@ -390,6 +394,10 @@ def _finish_module(module: torch.nn.Module, state: tuple[dict[str, Any], tuple[s
     filled, empty = state
     restore: Any = module.__setstate__
     restore({**filled, **{name: OrderedDict() for name in empty}})
+
+
+def _wrapped_module(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 def _weak_reference(target: Any) -> Any:
