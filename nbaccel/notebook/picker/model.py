@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, wraps
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -126,15 +127,12 @@ class PickerModel:
             for place, one in enumerate(of_plan or registry.usable_units(machine))
         ]
         parts: list[tuple[str, bool]] = []
-        place = 0
-        for (kind, text, is_used), equal_units in groupby(described):
-            last = place + len(list(equal_units)) - 1
-            noun = rows.device_row(kind).noun
-            numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+        for (kind, text, is_used), equal_units in groupby(enumerate(described), itemgetter(1)):
+            numbers = [str(number) for number, _ in equal_units]
             if len(numbers) > _MAX_SINGLE_UNITS:
-                numbers = [f"{noun} {place} to {last}"]
-            parts += [(f"{number} · {text}", is_used) for number in numbers]
-            place = last + 1
+                numbers = [f"{numbers[0]} to {numbers[-1]}"]
+            noun = rows.device_row(kind).noun
+            parts += [(f"{noun} {number} · {text}", is_used) for number in numbers]
         host_text = _unit_size(machine.host_total_bytes, machine.host_available_bytes)
         return (
             *parts,
