@@ -369,7 +369,7 @@ class _CheckpointLoad:
         # of another model is left to the precision.
         precision_path = self._existing_file(files.PRECISION_FILE)
         precision = parts.precision_state
-        if precision_path is not None and precision is not None and precision.state_dict():
+        if precision_path is not None and precision.state_dict():
             yield precision, _small_state(precision_path, precision, read_torch_file)
         options = {n: value for n, value in self._read_options.items() if n == "weights_only"}
         for path, custom_object in self._registered():
