@@ -107,9 +107,7 @@ class CudaDevice(Device):
             return None
 
     def is_available(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available()
+        return bool(self._call("is_available"))
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         import torch
