@@ -78,8 +78,6 @@ class ProcessInfo:
 
     _place: Place = shows("_collectives.place")
 
-    # --------------------------------------------------------------------- numbers
-
     device: torch.device = shows("_place.device")
     """What this process computes on."""
     num_processes: int = shows("_place.world_size")
@@ -99,8 +97,6 @@ class ProcessInfo:
     def use_distributed(self) -> bool:
         """Whether there are other processes."""
         return not self._place.is_alone
-
-    # --------------------------------------------------------------------- waiting
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here.
@@ -128,8 +124,6 @@ class ProcessInfo:
             # Also after an exception: the others must not wait for one that has failed.
             if is_first:
                 self._collectives.barrier(barrier_name)
-
-    # --------------------------------------------------------------------- who runs what
 
     def on_main_process(self, function: _DecoratedFunction | None = None) -> Any:
         """Let only process 0 run a function; elsewhere the call returns None."""
@@ -186,8 +180,6 @@ class ProcessInfo:
         """Print once per node, whatever the number of processes."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
-
-    # --------------------------------------------------------------------- sharing work out
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
