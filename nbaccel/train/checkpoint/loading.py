@@ -33,7 +33,7 @@ from nbaccel.base.log import get_logger
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
-from nbaccel.plan.contracts.training import Place
+from nbaccel.plan.contracts.training import ModelShards, Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files, folder_writing
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
@@ -324,13 +324,15 @@ class _CheckpointLoad:
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
         ranks, _ = folder_writing.ranks_and_hosts(self._folder)
+        shards = ModelShards(
+            model=model, optimizer=optimizer, folder=path, left_out=left_out, ranks_there=ranks
+        )
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
-            sharder.check_sharded(model, optimizer, path, left_out=left_out, ranks_there=ranks)
+            sharder.check_sharded(shards)
 
-        load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
-        return _SavedPart(path=path, check=check, load=load)
+        return _SavedPart(path=path, check=check, load=partial(sharder.load_sharded, shards))
 
     def _find_optimizers(self) -> Iterator[_SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""

@@ -14,7 +14,13 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
+from nbaccel.plan.contracts.training import (
+    ModelShards,
+    Place,
+    Precision,
+    ShardedCheckpoints,
+    Strategy,
+)
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
 from nbaccel.train.checkpoint.files import save
@@ -221,13 +227,14 @@ class _StateWriter:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder_name: str
     ) -> None:
         sharder: Any = self._sharder
-        sharder.save_sharded(
-            model,
-            optimizer,
-            self._folder / folder_name,
+        shards = ModelShards(
+            model=model,
+            optimizer=optimizer,
+            folder=self._folder / folder_name,
             left_out=self._names_left_out(model),
             ranks_by_folder=self._disks.ranks_by_folder,
         )
+        sharder.save_sharded(shards)
 
     def _on_writers(self, whole_state: Any) -> Any:
         makers = [ranks[0] for ranks in self._disks.ranks_by_folder]
