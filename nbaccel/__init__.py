@@ -68,11 +68,11 @@ if TYPE_CHECKING:
     from nbaccel.deepspeed.zero_memory import estimate_memory as estimate_memory
     from nbaccel.inference import prepare_pippy as prepare_pippy
     from nbaccel.launchers import (
+        advise as advise,
         debug_launcher as debug_launcher,
         notebook_launcher as notebook_launcher,
         shutdown as shutdown,
     )
-    from nbaccel.notebook.advising import advise as advise
     from nbaccel.notebook.pickers import (
         LaunchPicker as LaunchPicker,
         Picker as Picker,

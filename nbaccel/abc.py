@@ -12,6 +12,7 @@ from nbaccel.plan.contracts.device import Device as Device
 from nbaccel.plan.contracts.host_engine import Engine as Engine
 from nbaccel.plan.contracts.training import (
     Bundle as Bundle,
+    ModelShards as ModelShards,
     Place as Place,
     Precision as Precision,
     PrecisionSettings as PrecisionSettings,
@@ -29,7 +30,7 @@ _PARTS = {
     "precision": ("Precision", "PrecisionSettings"),
     "shards": ("Piece", "Remembered", "ShardReader", "remember"),
     "standins": ("DummyOptim", "DummyScheduler"),
-    "strategy": ("ShardedCheckpoints", "Strategy"),
+    "strategy": ("ModelShards", "ShardedCheckpoints", "Strategy"),
 }
 """Modules that other packages import, and their names."""
 

@@ -266,7 +266,8 @@ class CpuOffload(ModelHook):
         target = as_device(self.execution_device)
         if isinstance(self.prev_module_hook, UserCpuOffloadHook):
             self.prev_module_hook.make_room()
-        if not check_device_same(_parameter_device(module) or target, target):
+        present_device = next((parameter.device for parameter in module.parameters()), target)
+        if not check_device_same(present_device, target):
             module.to(target)
         return send_to_device(args, target), send_to_device(kwargs, target)
 
@@ -289,8 +290,9 @@ class UserCpuOffloadHook:
 
     def make_room(self) -> None:
         """Move the model to host memory if it is elsewhere, and give the device's cache back."""
-        device = _parameter_device(self.model)
-        if device is not None and device.type != "cpu":
+        own_devices = (parameter.device for parameter in self.model.parameters())
+        device = next(own_devices, torch.device("cpu"))
+        if device.type != "cpu":
             self.offload()
             if is_accelerator(device):
                 registry.device_runtime(device.type).empty_cache()
@@ -298,11 +300,6 @@ class UserCpuOffloadHook:
     def remove(self) -> None:
         """Take the hook from the model, which stays where it is."""
         remove_hook_from_module(self.model)
-
-
-def _parameter_device(module: nn.Module) -> torch.device | None:
-    first_parameter = next(module.parameters(), None)
-    return None if first_parameter is None else first_parameter.device
 
 
 @dataclass(eq=False, repr=False)

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,6 @@ class ProcessInfo:
 
     _place: Place = shows("_collectives.place")
 
-    # --------------------------------------------------------------------- numbers
-
     device: torch.device = shows("_place.device")
     """What this process computes on."""
     num_processes: int = shows("_place.world_size")
@@ -99,8 +97,6 @@ class ProcessInfo:
     def use_distributed(self) -> bool:
         """Whether there are other processes."""
         return not self._place.is_alone
-
-    # --------------------------------------------------------------------- waiting
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here.
@@ -129,23 +125,18 @@ class ProcessInfo:
             if is_first:
                 self._collectives.barrier(barrier_name)
 
-    # --------------------------------------------------------------------- who runs what
-
     def on_main_process(self, function: _DecoratedFunction | None = None) -> Any:
         """Let only process 0 run a function; elsewhere the call returns None."""
-        if function is None:
-            return self.on_main_process
         return _run_only_here(function, self.is_main_process)
 
     def on_local_main_process(self, function: _DecoratedFunction | None = None) -> Any:
         """Let only process 0 of each node run a function; elsewhere the call returns None."""
-        if function is None:
-            return self.on_local_main_process
         return _run_only_here(function, self.is_local_main_process)
 
     def on_last_process(self, function: _DecoratedFunction) -> _DecoratedFunction:
         """Let only the last process run a function; elsewhere the call returns None."""
-        return _run_only_here(function, self.is_last_process)
+        own_function: _DecoratedFunction = _run_only_here(function, self.is_last_process)
+        return own_function
 
     def on_process(
         self, function: _DecoratedFunction | None = None, process_index: int | None = None
@@ -155,8 +146,6 @@ class ProcessInfo:
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
         """
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
         is_named = self._is_named(process_index, self.process_index, self.num_processes)
         return _run_only_here(function, is_named)
 
@@ -168,8 +157,6 @@ class ProcessInfo:
         Raises:
             ConfigError: There is no process of that number. One that is alone runs everything.
         """
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
         place = self._place
         is_named = self._is_named(
             local_process_index, place.local_rank, place.local_world_size, "local_process_index"
@@ -193,8 +180,6 @@ class ProcessInfo:
         """Print once per node, whatever the number of processes."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201
-
-    # --------------------------------------------------------------------- sharing work out
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -244,7 +229,10 @@ class ProcessInfo:
         return own_part + type(inputs)(inputs[-1:]) if num_missing else own_part
 
 
-def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedFunction:
+def _run_only_here(function: Callable[..., Any] | None, runs_here: bool) -> Any:
+    """The function, or one that does nothing; without a function, what decorates one so."""
+    if function is None:
+        return functools.partial(_run_only_here, runs_here=runs_here)
     if runs_here:
         return function
 
@@ -252,7 +240,7 @@ def _run_only_here(function: _DecoratedFunction, runs_here: bool) -> _DecoratedF
     def skip_call(*args: Any, **kwargs: Any) -> None:
         return None
 
-    return cast("_DecoratedFunction", skip_call)
+    return skip_call
 
 
 # Accelerators of this process, newest last; weak: they hold models. A fork has made none yet.

@@ -5,7 +5,6 @@ It places what it is given and reads no files; where a model's parts belong is d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ def as_device(device: torch.device | str | int) -> torch.device:
         ) from None
 
 
-@functools.lru_cache(maxsize=64)
 def usable_device(device: torch.device | str | int) -> torch.device:
     """A device that tensors can be made on."""
     found_device = as_device(device)

@@ -8,7 +8,7 @@ import math
 import pickle
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -344,21 +344,14 @@ class DeepSpeedStrategy(training.Strategy):
     def shard_folder(self, number: int) -> str:
         return f"pytorch_model_{number}" if number else "pytorch_model"
 
-    def save_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_by_folder: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def save_sharded(self, shards: training.ModelShards) -> None:
+        model, folder, left_out = shards.model, shards.folder, shards.left_out
         drive = self._writing_drive(model)
         # The first rank of each folder, where there are several, writes what its ranks share.
-        writes_shared = self.place.rank in {ranks[0] for ranks in ranks_by_folder}
+        writes_shared = self.place.rank in {ranks[0] for ranks in shards.ranks_by_folder}
         if drive is not None:
             drive.step()
-            _save(drive.engine, Path(folder), left_out, writes_shared=writes_shared)
+            _save(drive.engine, folder, left_out, writes_shared=writes_shared)
             return
         writes = self.place.is_main or writes_shared
         # A collective where an engine has cut the weights up.
@@ -366,9 +359,9 @@ class DeepSpeedStrategy(training.Strategy):
         inner = self.unwrap(model)
         state = local_shards.gather_weights(inner, keep=writes) if is_cut else model.state_dict()
         if writes:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             kept = {name: value for name, value in state.items() if name not in left_out}
-            torch.save(kept, Path(folder) / _PLAIN_WEIGHTS_FILE)
+            torch.save(kept, folder / _PLAIN_WEIGHTS_FILE)
 
     def _writing_drive(self, model: nn.Module) -> Drive | None:
         """What drives the engine of a model, if that engine can write checkpoints."""
@@ -377,38 +370,23 @@ class DeepSpeedStrategy(training.Strategy):
         is_able = getattr(drive and drive.engine, "checkpoint_engine", None) is not None
         return drive if is_able else None
 
-    def check_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_there: Collection[int] = (),
-    ) -> None:
-        drive = self._writing_drive(model)
+    def check_sharded(self, shards: training.ModelShards) -> None:
+        drive = self._writing_drive(shards.model)
         if drive is not None:
-            _check_checkpoint(drive.engine, Path(folder), ranks_there)
-        elif not (path := Path(folder) / _PLAIN_WEIGHTS_FILE).is_file():
+            _check_checkpoint(drive.engine, shards.folder, shards.ranks_there)
+        elif not (path := shards.folder / _PLAIN_WEIGHTS_FILE).is_file():
             raise CheckpointDamaged(
                 f"{path} is missing, with the weights. Load another checkpoint, or copy it again."
             )
 
-    def load_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-    ) -> None:
-        drive = self._writing_drive(model)
+    def load_sharded(self, shards: training.ModelShards) -> None:
+        drive = self._writing_drive(shards.model)
         if drive is not None:
-            _load(drive.engine, Path(folder), left_out)
+            _load(drive.engine, shards.folder, shards.left_out)
         else:
-            path = Path(folder) / _PLAIN_WEIGHTS_FILE
+            path = shards.folder / _PLAIN_WEIGHTS_FILE
             weights = torch.load(path, map_location=self.place.device, weights_only=True)
-            self.load_model_state(model, weights, strict=not left_out)
+            self.load_model_state(shards.model, weights, strict=not shards.left_out)
 
 
 def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nbaccel.base import env
-from nbaccel.base.optional_packages import require
+from nbaccel.base.optional_packages import installed_version, require
 from nbaccel.base.units import count_noun
 from nbaccel.plan.contracts.device import Device
 from nbaccel.plan.inventory import Gpu
@@ -108,9 +107,7 @@ class CudaDevice(Device):
             return None
 
     def is_available(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available()
+        return bool(self._call("is_available"))
 
     def capability(self, device: torch.device) -> tuple[int, int]:
         import torch
@@ -147,11 +144,8 @@ def is_worth_it(folder: Path = Path("/dev"), torch_version: str | None = None) -
     """Whether there are device nodes of GPUs, and a torch that could use them."""
     if not any((folder / name).exists() for name in DEVICE_NODES):
         return False
-    try:
-        version = importlib.metadata.version("torch") if torch_version is None else torch_version
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return not version.endswith("+cpu")
+    version = installed_version("torch") if torch_version is None else torch_version
+    return bool(version) and not version.endswith("+cpu")
 
 
 @functools.cache

@@ -29,7 +29,6 @@ class Cells:
         self._shell = shell
         self._serial = itertools.count(1)
         self._raw = ""
-        self._stack: list[tuple[str, int]] | None = None  # the user's lines, where known already
 
     def load(self) -> Callable[[], None]:
         """Register for events and transform cells; returns what undoes that."""
@@ -65,14 +64,11 @@ class Cells:
         return source
 
     def _note(self, info: ExecutionInfo) -> None:
-        self._stack = None
         self._raw = info.raw_cell or ""
 
     def _count(self) -> int:
         # IPython 9 increments its counter before a cell, others afterwards; the name is right.
-        user_lines = self._stack or _user_lines()
-        self._stack = None
-        cell_numbers = (cell_number(name) for name, _ in user_lines)
+        cell_numbers = (cell_number(name) for name, _ in _user_lines())
         numbers = (number for number in cell_numbers if number is not None)
         return next(numbers, int(self._shell.execution_count))
 
@@ -90,8 +86,7 @@ class Cells:
 
     def as_written(self) -> None:
         """Let errors show the magic's line as written, not the call that IPython makes of it."""
-        self._stack = list(_user_lines())
-        for name, line_number in self._stack:
+        for name, line_number in _user_lines():
             entry = linecache.cache.get(name)
             # An entry that linecache fills in later has one item and no lines yet.
             if entry is None or len(entry) != 4 or line_number > len(entry[2]):
@@ -111,10 +106,9 @@ class Cells:
 
 def below_comments(lines: list[str]) -> list[str]:
     """Lets `%%accelerate` stand below comments: IPython finds a magic on the first line only."""
-    lines_above = 0
-    while lines_above < len(lines) and lines[lines_above].strip()[:1] in ("", "#"):
-        lines_above += 1
-    if not lines_above or lines_above == len(lines) or not is_for_us(lines[lines_above]):
+    code_lines = (n for n, line in enumerate(lines) if line.strip()[:1] not in ("", "#"))
+    lines_above = next(code_lines, 0)
+    if not lines_above or not is_for_us(lines[lines_above]):
         return lines
     return [lines[lines_above], *lines[:lines_above], *lines[lines_above + 1 :]]
 

@@ -157,9 +157,8 @@ _ZERO_SHARDS = ("nothing", "the optimizer", "optimizer and gradients", "all, wei
 
 def _request_of(row: StrategyRow, said: Said) -> Wanted | None:
     """The strongest request for a strategy: an argument, a run's configuration, the environment."""
-    given = {name: said.arguments[name] for name in row.arguments if name in said.arguments}
-    for argument_name, plugin in given.items():
-        if plugin is not None:
+    for argument_name in row.arguments:
+        if (plugin := said.arguments.get(argument_name)) is not None:
             return _wanted(row, said, "argument", argument_name, plugin)
     handler = _settings_among(row, said.handlers)
     if handler is not None and not row.is_default and not row.arguments:

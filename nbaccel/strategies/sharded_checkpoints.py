@@ -21,14 +21,13 @@ import pickle
 import re
 import warnings
 from collections import ChainMap, Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import default_planner, state_dict as model_states
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -48,7 +47,7 @@ from torch.optim import Optimizer
 from nbaccel.base.errors import CheckpointDamaged, ConfigError, PlatformUnsupported
 from nbaccel.base.torch_private import plain_data
 from nbaccel.base.weight_files import Window, archive_problem
-from nbaccel.plan.contracts.training import Place
+from nbaccel.plan.contracts.training import ModelShards, Place
 from nbaccel.strategies import optimizer_shards
 
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
@@ -328,19 +327,12 @@ class OwnPartCheckpoints:
         """See :meth:`ShardedCheckpoints.shard_folder`; Accelerate's name for it."""
         return f"pytorch_model_fsdp_{number}"
 
-    def save_sharded(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_by_folder: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def save_sharded(self, shards: ModelShards) -> None:
         """See :meth:`ShardedCheckpoints.save_sharded`; files of torch.distributed.checkpoint."""
-        saved_content: dict[str, Any] = {"model": _model_slots(model, left_out)}
-        if optimizer is not None:
-            optimizer_state = optimizer.state_dict()
+        saved_content: dict[str, Any] = {"model": _model_slots(shards)}
+        folder, ranks_by_folder = shards.folder, shards.ranks_by_folder
+        if shards.optimizer is not None:
+            optimizer_state = shards.optimizer.state_dict()
             param_groups = dict(enumerate(optimizer_state["param_groups"]))
             saved_content |= _flatten_entries(_GROUPS_PREFIX, param_groups)
             saved_content |= _flatten_entries(_STATE_PREFIX, optimizer_state["state"])
@@ -364,18 +356,9 @@ class OwnPartCheckpoints:
         finally:
             dist.destroy_process_group(own_group)
 
-    def check_sharded(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_there: Collection[int] = (),
-    ) -> None:
+    def check_sharded(self, shards: ModelShards) -> None:
         """See :meth:`ShardedCheckpoints.check_sharded`; nothing in the files is run."""
-        folder = Path(folder)
-        place = self.place
+        model, folder, place = shards.model, shards.folder, self.place
         metadata = read_metadata(folder)
         file_problems = shard_problems(folder, metadata, place.local_rank, place.local_world_size)
         if file_problems:
@@ -387,7 +370,7 @@ class OwnPartCheckpoints:
             if entry_key.startswith(_MODEL_PREFIX)
             and isinstance(entry_metadata, TensorStorageMetadata)
         }
-        model_tensors = _model_slots(model, left_out)
+        model_tensors = _model_slots(shards)
         tensors = {n: it for n, it in model_tensors.items() if isinstance(it, torch.Tensor)}
         expected_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         expected = expected_shapes.items()
@@ -399,28 +382,21 @@ class OwnPartCheckpoints:
                 f"{list(expected_shapes[other_names[0]])} here ({len(other_names)} of "
                 f"{len(expected_shapes)} differ). Nothing has been loaded. Load another one."
             )
-        if ranks_there:
+        if shards.ranks_there:
             _check_own_shards(model_tensors, folder, metadata)
-        if optimizer is not None:
-            _check_optimizer(optimizer, folder, stored_metadata)
+        if shards.optimizer is not None:
+            _check_optimizer(shards.optimizer, folder, stored_metadata)
 
-    def load_sharded(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-    ) -> None:
-        folder = Path(folder)
+    def load_sharded(self, shards: ModelShards) -> None:
+        folder, optimizer = shards.folder, shards.optimizer
         metadata = read_metadata(folder)
-        content: dict[str, Any] = {"model": _model_slots(model, left_out)}
+        content: dict[str, Any] = {"model": _model_slots(shards)}
         if optimizer is not None:
             # DCP reads only into given tensors; an optimizer that has not stepped has none.
             content.update(_optimizer_slots(optimizer, folder, metadata))
         read_entries(content, folder, metadata)
-        options = model_states.StateDictOptions(strict=not left_out)
-        model_states.set_model_state_dict(model, content.pop("model"), options=options)
+        options = model_states.StateDictOptions(strict=not shards.left_out)
+        model_states.set_model_state_dict(shards.model, content.pop("model"), options=options)
         if optimizer is not None:
             param_groups = _nest_entries(_GROUPS_PREFIX, content)
             optimizer.load_state_dict(
@@ -447,10 +423,10 @@ class _PartPlanner(default_planner.DefaultSavePlanner):
         return self.global_plan, self.metadata
 
 
-def _model_slots(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:
+def _model_slots(shards: ModelShards) -> dict[str, Any]:
     # torch's function gives names without the prefixes of wrappers.
-    state = model_states.get_model_state_dict(model)
-    return {name: value for name, value in state.items() if name not in left_out}
+    state = model_states.get_model_state_dict(shards.model)
+    return {name: value for name, value in state.items() if name not in shards.left_out}
 
 
 def _check_own_shards(model_tensors: Mapping[str, Any], folder: Path, metadata: Metadata) -> None:

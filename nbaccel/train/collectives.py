@@ -43,9 +43,6 @@ class Collectives:
         self.place = place
         self._timeout_s = timeout_s
 
-    def _announce_call(self, what: str, detail: Any = None) -> list[Any]:
-        return default_group_check().announce(what, detail, timeout_s=self._timeout_s)
-
     def _compare_calls(self, what: str, detail: Hashable = None) -> None:
         default_group_check().compare(what, detail, self._timeout_s)
 
@@ -58,11 +55,13 @@ class Collectives:
             dist.barrier()
         else:
             # A barrier of the device waits until it has done all that it was given.
-            self._announce_call(what)
+            self.answers(what, None)
 
     def answers(self, what: str, detail: Any) -> list[Any]:
         """Exchange a small JSON value as a call's detail: no tensor, no device."""
-        return [detail] if self.place.is_alone else self._announce_call(what, detail)
+        if self.place.is_alone:
+            return [detail]
+        return default_group_check().announce(what, detail, timeout_s=self._timeout_s)
 
     def gather(self, tree: Any) -> Any:
         """Join every process's tensors along their first dimension, in order of rank."""
@@ -169,7 +168,7 @@ class Collectives:
             return map_leaves(lambda leaf: leaf if _is_nested(leaf) else next(padded), tree)
         if self.place.is_alone:
             return tree
-        signatures = self._announce_call("pad_across_processes", _tensor_signature(tree, "pad"))
+        signatures = self.answers("pad_across_processes", _tensor_signature(tree, "pad"))
         shapes_by_rank = [[shape for _, shape in signature] for signature in signatures]
         if len({tuple(map(len, shapes)) for shapes in shapes_by_rank}) > 1:
             found = ", ".join(f"process {rank}: {it}" for rank, it in enumerate(shapes_by_rank))

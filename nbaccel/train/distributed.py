@@ -72,30 +72,21 @@ def _join_process_group(
     environment: Mapping[str, int], backend: str, settings: InitProcessGroupKwargs
 ) -> None:
     timeout = timedelta(seconds=timeout_s(settings))
-    rank = environment["rank"]
-    world_size = environment["world_size"]
+    numbers = {name: environment[name] for name in ("rank", "world_size")}
+    meeting: dict[str, Any] = {}  # a launch keeps its workers' groups apart
     if settings.init_method:
-        dist.init_process_group(
-            backend,
-            init_method=settings.init_method,
-            timeout=timeout,
-            rank=rank,
-            world_size=world_size,
-        )
-        return
-    if env.flag("FORK_LAUNCHED"):  # a launch keeps its workers' groups apart
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    # The store outlives a group, and torch uses the same keys in it for the next one, whose ranks
-    # would wait for addresses of the first for ever (torch 2.13). So each group gets a prefix; and
-    # the store is kept, because another process may read it while this one creates its next group.
-    store = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))[0]
-    store.set_timeout(timeout)
-    _RENDEZVOUS_STORES.append(store)
-    group_store = dist.PrefixStore(f"nbaccel_{len(_RENDEZVOUS_STORES)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend, store=group_store, timeout=timeout, rank=rank, world_size=world_size
-    )
+        meeting = {"init_method": settings.init_method, **numbers}
+    elif not env.flag("FORK_LAUNCHED"):
+        # The store outlives a group, and torch uses the same keys in it for the next one, whose
+        # ranks would wait for addresses of the first for ever (torch 2.13). So each group gets a
+        # prefix; and the store is kept, because another process may read it while this one creates
+        # its next group.
+        store = next(iter(rendezvous("env://", **numbers, timeout=timeout)))[0]
+        store.set_timeout(timeout)
+        _RENDEZVOUS_STORES.append(store)
+        group_store = dist.PrefixStore(f"nbaccel_{len(_RENDEZVOUS_STORES)}", store)  # type: ignore[attr-defined]
+        meeting = {"store": group_store, **numbers}
+    dist.init_process_group(backend, timeout=timeout, **meeting)
 
 
 def rank() -> int:

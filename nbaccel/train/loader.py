@@ -360,13 +360,8 @@ class PreparedLoader(DataLoader[Any]):
         left = self if resuming is None else resuming.batches_left(self)
         if left is None:
             return
-        if resuming is not None:
-            resuming.loop_begins(self)
-        try:
+        with contextlib.nullcontext() if resuming is None else resuming.looping(self):
             yield from self._batches() if left is self else left
-        finally:
-            if resuming is not None:
-                resuming.loop_ends(self)
 
     def _batches(self) -> Iterator[Any]:
         # The same loader may be iterated inside its own loop; the outer loop gets its flag back.

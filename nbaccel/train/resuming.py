@@ -8,6 +8,7 @@ checkpoints do nothing, so that what surrounds these loops counts nothing twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -154,16 +155,17 @@ class Resuming:
         is_within = loader.position.restored_state is not None
         return self.rest_of(loader) if is_within and loader.batches_seen else loader
 
-    def loop_begins(self, loader: Any) -> None:
-        """A loop over a prepared loader begins to read."""
+    @contextlib.contextmanager
+    def looping(self, loader: Any) -> Iterator[None]:
+        """A block in which a loop over a prepared loader reads, to its end or until it is left."""
         number = self._number_of(loader)
-        if number is not None:
-            self._running.append(number)
-
-    def loop_ends(self, loader: Any) -> None:
-        """A loop over a prepared loader has ended, or was left."""
-        number = self._number_of(loader)
-        if number is not None:
+        if number is None:
+            yield
+            return
+        self._running.append(number)
+        try:
+            yield
+        finally:
             self._running.remove(number)
             self._note_end(number)
 

@@ -71,7 +71,8 @@ def find_executable_batch_size(
         )
     # Accelerate's factor, so that the same sizes are tried.
     smaller = reduce_batch_size_fn or (lambda size: size * 9 // 10)
-    if not inspect.signature(function).parameters:
+    parameters = inspect.signature(function).parameters.values()
+    if not parameters:
         raise ConfigError(
             f"{function.__name__} takes no argument: find_executable_batch_size could not pass the "
             "batch size to it. Give it a first parameter for that."
@@ -79,7 +80,6 @@ def find_executable_batch_size(
 
     @functools.wraps(function)
     def attempt(*args: Any, **kwargs: Any) -> Any:
-        parameters = inspect.signature(function).parameters.values()
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from nbaccel import debug_launcher
 from nbaccel.abc.bundle import Bundle
 from nbaccel.abc.place import Place
-from nbaccel.abc.strategy import ShardedCheckpoints
+from nbaccel.abc.strategy import ModelShards, ShardedCheckpoints
 from nbaccel.config.handlers import FullyShardedDataParallelPlugin
 from nbaccel.errors import ConfigError, PlatformUnsupported
 from nbaccel.precision.native import Bf16, Fp32
@@ -202,11 +202,12 @@ def what_is_refused(folder: str) -> list[str]:
     state = strategy.optimizer_state(model, optimizer)
     fewer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
     assert isinstance(strategy, ShardedCheckpoints)
-    strategy.save_sharded(model, None, Path(folder))
+    shards = ModelShards(model=model, optimizer=None, folder=Path(folder))
+    strategy.save_sharded(shards)
     dist.barrier()
-    strategy.load_sharded(model, None, Path(folder))
+    strategy.load_sharded(shards)
     return [
-        told(lambda: strategy.load_sharded(model, optimizer, Path(folder))),
+        told(lambda: strategy.load_sharded(replace(shards, optimizer=optimizer))),
         told(lambda: fsdp(here).wrap(Bundle(models=(empty,)))),
         told(lambda: strategy.load_optimizer_state(model, fewer, state)),
         told(lambda: Training(replace(FSDP, optimizer="Adafactor", steps_before=1), here)),
@@ -269,11 +270,12 @@ def kept(recipe: Recipe, loads: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train and save, or load; the state then."""
     training = Training(recipe, place())
     strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    shards = ModelShards(model=model, optimizer=optimizer, folder=Path(recipe.folder))
     if loads:
-        strategy.load_sharded(model, optimizer, recipe.folder)
+        strategy.load_sharded(shards)
     else:
         training.run()
-        strategy.save_sharded(model, optimizer, recipe.folder)
+        strategy.save_sharded(shards)
     return strategy.model_state(model), strategy.optimizer_state(model, optimizer)
 
 

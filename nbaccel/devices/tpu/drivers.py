@@ -200,7 +200,7 @@ def choose_driver(asked: str, host: TpuHost | None, torch_version: str) -> Drive
             reason = "asked for" if asked != "auto" else f"{driver_name} is installed"
             return DriverChoice(
                 name=driver_name,
-                version=_version_of(driver_name, found),
+                version=getattr(found, driver_name),
                 reason="; ".join([reason, *problems]),
             )
         problems.append(problem)
@@ -275,7 +275,7 @@ def _chips_refusal(asked: str, host: TpuHost) -> str:
 
 def _driver_problem(name: str, host: TpuHost, torch_version: str) -> str:
     """Why a driver cannot be used here; a clause."""
-    driver_version = _version_of(name, host)
+    driver_version: str = getattr(host, name)  # the fields are called as the drivers
     if not _could_drive(name, host):
         return f"torch_tpu counts none of the {count_noun(host.chips, 'chip')}"
     if not driver_version:
@@ -287,10 +287,6 @@ def _driver_problem(name: str, host: TpuHost, torch_version: str) -> str:
 def _could_drive(name: str, host: TpuHost) -> bool:
     """Whether a driver would see chips, once it is installed."""
     return name != "torch_tpu" or host.torch_tpu_chips > 0
-
-
-def _version_of(name: str, host: TpuHost) -> str:
-    return host.torch_tpu if name == "torch_tpu" else host.torch_xla
 
 
 def _release_of(version: str) -> tuple[int, int]:

@@ -37,7 +37,6 @@ _EVERYDAY_FIELDS = (
 _FIELD_LABELS = {
     "mixed_precision": "Precision",
     "gradient_accumulation_steps": "Accumulation",
-    "activation_checkpointing": "Activation checkpointing",
     "tpu_driver": "TPU driver",
     "num_processes": "Processes",
     "num_nodes": "Nodes",

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial, wraps
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -72,13 +73,10 @@ class PickerModel:
         self.remarks: tuple[str, ...] = ()  # what the last change changed besides
         self.config = RunConfig() if config is None else run_config_of(config)
         self.module = model
-        self._memory_model = None
-        self._finder = None
-        if model is not None:
-            self._memory_model = MemoryModel(
-                model=model, sample_batch=sample_batch, inventory=self.inventory
-            )
-            self._finder = CandidateFinder(self._memory_model)
+        self._memory_model = MemoryModel(
+            model=model, sample_batch=sample_batch, inventory=self.inventory
+        )
+        self._finder = CandidateFinder(self._memory_model)
         self.is_memory_postponed = False  # whether the memory is still to be estimated
         self._past: list[RunConfig] = []
         self._before: dict[settings_form.SettingsForm, RunConfig] = {}
@@ -111,11 +109,9 @@ class PickerModel:
     @cached_property
     def batch_shapes(self) -> str:
         """The shapes of the batch; empty where there is none."""
-        model = self._memory_model
-        return "" if model is None else ", ".join(_shapes_of(model.sample_batch, ""))
+        return ", ".join(_shapes_of(self._memory_model.sample_batch, ""))
 
     @property
-    @_kept
     def machine_parts(self) -> tuple[tuple[str, bool], ...]:
         """Each device, host memory and cores, with what is free and whether the run uses it."""
         machine, plan = self.inventory, self.plan
@@ -126,15 +122,12 @@ class PickerModel:
             for place, one in enumerate(of_plan or registry.usable_units(machine))
         ]
         parts: list[tuple[str, bool]] = []
-        place = 0
-        for (kind, text, is_used), equal_units in groupby(described):
-            last = place + len(list(equal_units)) - 1
-            noun = rows.device_row(kind).noun
-            numbers = [f"{noun} {number}" for number in range(place, last + 1)]
+        for (kind, text, is_used), equal_units in groupby(enumerate(described), itemgetter(1)):
+            numbers = [str(number) for number, _ in equal_units]
             if len(numbers) > _MAX_SINGLE_UNITS:
-                numbers = [f"{noun} {place} to {last}"]
-            parts += [(f"{number} · {text}", is_used) for number in numbers]
-            place = last + 1
+                numbers = [f"{numbers[0]} to {numbers[-1]}"]
+            noun = rows.device_row(kind).noun
+            parts += [(f"{noun} {number} · {text}", is_used) for number in numbers]
         host_text = _unit_size(machine.host_total_bytes, machine.host_available_bytes)
         return (
             *parts,
@@ -150,10 +143,9 @@ class PickerModel:
         return sorted({most, *(count for count in powers if count < most)})[:_MOST_COUNTS]
 
     @property
-    @_kept
     def samples_of_step(self) -> str:
         """The samples of one optimizer step in one sentence; empty where that is not known."""
-        if self.plan is None or self._memory_model is None:
+        if self.plan is None or self.module is None:
             return ""
         document = next(iter(self._documents().values()), {})
         told = (form.batch_size(document) for form in settings_form.settings_forms())
@@ -311,7 +303,7 @@ class PickerModel:
 
     def postpone_memory(self) -> None:
         """Estimate no memory until `estimate_memory`, unless that has been done."""
-        if self._memory_model is not None and ("_measured",) not in self._known:
+        if self.module is not None and ("_measured",) not in self._known:
             self.is_memory_postponed = True
 
     def estimate_memory(self) -> None:
@@ -330,7 +322,7 @@ class PickerModel:
 
     @_kept
     def _measured(self) -> tuple[MemoryNeed | None, str]:
-        if self._memory_model is None or self.plan is None or self.is_memory_postponed:
+        if self.module is None or self.plan is None or self.is_memory_postponed:
             return None, ""
         filled = ((form, one.config) for form, one in self._filled() if one.config is not None)
         form, document = next(filled, (None, {}))
@@ -351,13 +343,13 @@ class PickerModel:
             return FitVerdict(None, "Memory is being estimated …")
         if self.plan is None:
             return FitVerdict(None, "This machine cannot serve what is chosen.", self.problems[0])
-        if self._memory_model is None:
+        if self.module is None:
             remedy_text = "Give the model: configure(model, batch)."
             return FitVerdict(None, "Memory is not shown.", remedy_text)
         if self.need is None:
             return FitVerdict(None, "Memory cannot be estimated.", self._measured()[1])
         if self.need.lacking:
-            would_fit = "" if self._finder is None else remedy(self._finder, self.config)
+            would_fit = remedy(self._finder, self.config)
             return FitVerdict(False, f"Does not fit: {self.need.lacking_text}.", would_fit)
         no_batch = "Activations are not in it: give configure(model, sample_batch)."
         remark = "" if self._memory_model.sample_batch is not None else no_batch
@@ -380,8 +372,7 @@ class PickerModel:
     @_kept
     def _filled(self) -> list[tuple[settings_form.SettingsForm, settings_form.FilledConfig]]:
         """Each strategy's own configuration, with ``"auto"`` filled in."""
-        batch = None if self._memory_model is None else self._memory_model.sample_batch
-        inputs = (self.config, self.plan, self.module, batch)
+        inputs = (self.config, self.plan, self.module, self._memory_model.sample_batch)
         return [(form, form.filled_in(*inputs)) for form in settings_form.settings_forms()]
 
     @property
@@ -400,13 +391,12 @@ class PickerModel:
     @_kept
     def proposals(self) -> tuple[Proposal, ...]:
         """Settings to take, the fastest first: one to three."""
-        finder = self._finder
-        if self.suggest_refusal or finder is None:
+        if self.suggest_refusal:
             raise ConfigError(
                 f"Nothing can be suggested for model={type(self.module).__name__}: "
                 f"{self.suggest_refusal}."
             )
-        return proposals(finder, self.config)
+        return proposals(self._finder, self.config)
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Take one of the `proposals`, as one change."""
@@ -416,7 +406,7 @@ class PickerModel:
     @_kept
     def candidates(self) -> tuple[Candidate, ...]:
         """The ways to train the model here, with their memory."""
-        if self._finder is None or self.is_memory_postponed or self.plan is None:
+        if self.module is None or self.is_memory_postponed or self.plan is None:
             return ()
         return self._finder.find(self.config)
 
@@ -442,28 +432,24 @@ class PickerModel:
 
     def later_estimates(self) -> tuple[Callable[[], None], ...]:
         """Measures all precisions, so that no later choice waits for that."""
-        model = self._memory_model
-        if model is None or model.sample_batch is None:
+        if self._memory_model.sample_batch is None:
             return ()
         may_recompute = not self.refusal("activation_checkpointing")
         return tuple(
             partial(
-                self._measure_later,
-                model,
-                mixed_precision=precision,
-                activation_checkpointing=recomputes,
+                self._measure_later, mixed_precision=precision, activation_checkpointing=recomputes
             )
             for precision in self.precisions
             for recomputes in (False, True)
             if may_recompute or recomputes == self.config.activation_checkpointing
         )
 
-    def _measure_later(self, model: MemoryModel, **changes: Any) -> None:
+    def _measure_later(self, **changes: Any) -> None:
         with contextlib.suppress(ConfigError):  # reported when it is chosen
             config = self.config.changed(**changes)
             forms = settings_form.settings_forms()
             sizes = (form.batch_size(form.document(config) or {}) for form in forms)
-            model.activation_bytes(config, next(filter(None, sizes), None))
+            self._memory_model.activation_bytes(config, next(filter(None, sizes), None))
 
 
 _MULTI_NODE_FIELDS = (

@@ -282,6 +282,19 @@ class Strategy:
         optimizer.load_state_dict(dict(state))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShards:
+    """A folder of which every process writes and reads its own part, and what it is of."""
+
+    model: nn.Module  # as :meth:`Strategy.wrap` returned it
+    optimizer: torch.optim.Optimizer | None  # its state is there, too; None for weights alone
+    folder: Path
+    left_out: Collection[str] = ()  # names of frozen parameters that are not written
+    # The ranks that write into each folder, where each host has its own.
+    ranks_by_folder: Sequence[Sequence[int]] = ()
+    ranks_there: Collection[int] = ()  # ranks whose shards are there, if it is one host's folder
+
+
 @runtime_checkable
 class ShardedCheckpoints(Protocol):
     """A strategy whose processes can each write and read their own part of a checkpoint."""
@@ -295,46 +308,22 @@ class ShardedCheckpoints(Protocol):
     def shard_folder(self, number: int) -> str:
         """What the folder of a model in shards is called, by the model's number from 0."""
 
-    def save_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_by_folder: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def save_sharded(self, shards: ModelShards) -> None:
         """Write weights, and the optimizer's state if one is given; a collective.
 
-        The model is as :meth:`Strategy.wrap` returned it. All processes see the folder, or each
-        host has its own: then `ranks_by_folder` has the ranks that write into each, which has to
-        suffice for them. `left_out` names frozen parameters that are not written.
+        All processes see the folder, or each host has its own: then `ranks_by_folder` has the ranks
+        that write into each, which has to suffice for them.
         """
 
-    def check_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-        ranks_there: Collection[int] = (),
-    ) -> None:
+    def check_sharded(self, shards: ModelShards) -> None:
         """Refuse a folder that :meth:`load_sharded` could not read into these; no collective.
 
-        What was left out stays as it is in the model. `ranks_there` are the ranks whose shards are
-        there, if it is one host's folder. Raises `CheckpointDamaged` where files are missing or not
-        what was saved, `ConfigError` where they are of another model or number of processes.
+        What was left out stays as it is in the model. Raises `CheckpointDamaged` where files are
+        missing or not what was saved, `ConfigError` where they are of another model or number of
+        processes.
         """
 
-    def load_sharded(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        folder: str | Path,
-        *,
-        left_out: Collection[str] = (),
-    ) -> None:
+    def load_sharded(self, shards: ModelShards) -> None:
         """Read what :meth:`save_sharded` wrote, with any number of processes; a collective."""
 
 

@@ -33,7 +33,7 @@ from nbaccel.base.log import get_logger
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.base.weight_files import file_problem
 from nbaccel.config.given_values import shown
-from nbaccel.plan.contracts.training import Place
+from nbaccel.plan.contracts.training import ModelShards, Place
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files, folder_writing
 from nbaccel.train.checkpoint.files import read_torch_file, read_torch_outline, read_weights
@@ -168,6 +168,7 @@ class _SavedPart:
     path: Path
     check: Callable[[], Any]  # refuses what does not fit; nothing is changed
     load: Callable[[], Any]  # puts it back
+    target: Any = None  # of a small state: what it is the state of
     is_common: bool = True  # whether all processes read it; others are one process's own
 
     def files(self, recorded: Iterable[str]) -> Iterable[str]:
@@ -198,7 +199,7 @@ def _small_state(
     def load() -> None:
         target.load_state_dict(states[-1])
 
-    return _SavedPart(path=path, check=check, load=load, is_common=is_common)
+    return _SavedPart(path=path, check=check, load=load, target=target, is_common=is_common)
 
 
 def _put_back(target: Any, state_before: Any) -> None:
@@ -269,7 +270,6 @@ class _CheckpointLoad:
             if (part := self._find_model(number, model)) is not None
         }
         self._optimizers = list(self._find_optimizers())
-        # Each with the object that it is the state of.
         self._small = list(self._find_small_states())
         self._loaders: dict[int, _SavedPart] = {}
         for number, loader in self._parts.stateful_loaders():
@@ -324,13 +324,15 @@ class _CheckpointLoad:
         sharder: Any = self._parts.sharder
         left_out = self._left_out.get(number, frozenset())
         ranks, _ = folder_writing.ranks_and_hosts(self._folder)
+        shards = ModelShards(
+            model=model, optimizer=optimizer, folder=path, left_out=left_out, ranks_there=ranks
+        )
 
         def check() -> None:
             _refuse(path, _trained_problem(self._parts.strategy.unwrap(model), left_out))
-            sharder.check_sharded(model, optimizer, path, left_out=left_out, ranks_there=ranks)
+            sharder.check_sharded(shards)
 
-        load = partial(sharder.load_sharded, model, optimizer, path, left_out=left_out)
-        return _SavedPart(path=path, check=check, load=load)
+        return _SavedPart(path=path, check=check, load=partial(sharder.load_sharded, shards))
 
     def _find_optimizers(self) -> Iterator[_SavedPart]:
         """Those with a file or folder of their own; the first one's shards are the model's."""
@@ -357,27 +359,27 @@ class _CheckpointLoad:
             load=lambda: put_back(self._read(path)),
         )
 
-    def _find_small_states(self) -> Iterator[tuple[Any, _SavedPart]]:
+    def _find_small_states(self) -> Iterator[_SavedPart]:
         parts = self._parts
         for number, scheduler in enumerate(parts.schedulers):
             path = self._folder / files.numbered_name(files.SCHEDULER_FILE, number)
-            yield scheduler, _small_state(path, scheduler, self._read, _state_problem)
+            yield _small_state(path, scheduler, self._read, _state_problem)
         if (scaler := parts.scaler) is not None:
             path = self._folder / files.SCALER_FILE
-            yield scaler, _small_state(path, scaler, read_torch_file, _state_problem)
+            yield _small_state(path, scaler, read_torch_file, _state_problem)
         # A precision without a file, or one saved under another, begins with no history; a state
         # of another model is left to the precision.
         precision_path = self._existing_file(files.PRECISION_FILE)
         precision = parts.precision_state
-        if precision_path is not None and precision is not None and precision.state_dict():
-            yield precision, _small_state(precision_path, precision, read_torch_file)
+        if precision_path is not None and precision.state_dict():
+            yield _small_state(precision_path, precision, read_torch_file)
         options = {n: value for n, value in self._read_options.items() if n == "weights_only"}
         for path, custom_object in self._registered():
             if not isinstance(custom_object, (nn.Module, Optimizer)):
                 # Plain data, and classes that its state has now.
                 classes = _classes_in(custom_object.state_dict())
                 read = partial(read_torch_file, allowed=classes, **options)
-                yield custom_object, _small_state(path, custom_object, read)
+                yield _small_state(path, custom_object, read)
 
     def _registered(self) -> Iterator[tuple[Path, Any]]:
         for number, custom_object in enumerate(self._parts.custom):
@@ -421,8 +423,7 @@ class _CheckpointLoad:
 
     @property
     def _all(self) -> list[_SavedPart]:
-        small = [part for _, part in self._small]
-        parts = (self._models.values(), self._optimizers, small, self._loaders.values())
+        parts = (self._models.values(), self._optimizers, self._small, self._loaders.values())
         return [*itertools.chain(*parts), *self._large]
 
     def damaged_files(self) -> list[str]:
@@ -490,10 +491,10 @@ class _CheckpointLoad:
 
     def load_small_states(self, undoing: contextlib.ExitStack) -> None:
         """Schedulers, scaler, registered objects and loaders: any may refuse its state."""
-        for target, part in self._small:
+        for part in self._small:
             # One whose state cannot be copied cannot be undone.
             with contextlib.suppress(Exception):
-                undoing.callback(_put_back, target, copy.deepcopy(target.state_dict()))
+                undoing.callback(_put_back, part.target, copy.deepcopy(part.target.state_dict()))
             part.load()
         # Last, and not undone: one that refuses its state has not changed.
         for number, _ in self._parts.stateful_loaders():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,13 @@ from torch import nn
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.plan.contracts.training import Place, Precision, ShardedCheckpoints, Strategy
+from nbaccel.plan.contracts.training import (
+    ModelShards,
+    Place,
+    Precision,
+    ShardedCheckpoints,
+    Strategy,
+)
 from nbaccel.train import rng
 from nbaccel.train.checkpoint import files
 from nbaccel.train.checkpoint.files import save
@@ -32,7 +38,8 @@ class CheckpointParts:
     schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
     loaders: Sequence[Any] = ()  # data loaders; those without `state_dict` are passed over
     scaler: torch.amp.GradScaler | None = None  # the loss scaler of fp16, if there is one
-    precision: Precision | None = None  # what layers compute in; it may have a state of its own
+    # What layers compute in; it may have a state of its own.
+    precision: Precision = field(default_factory=Precision)
     custom: Sequence[Any] = ()  # registered objects
     in_shards: bool = False  # whether every process is to write its shards, if the strategy can
     # Whether gradients of some batches wait for an optimizer step. They are saved, too, unless they
@@ -46,10 +53,8 @@ class CheckpointParts:
         return self.strategy if isinstance(self.strategy, ShardedCheckpoints) else None
 
     @property
-    def precision_state(self) -> Any:
+    def precision_state(self) -> SimpleNamespace:
         """What the precision keeps beside weights and optimizers, as an object with a state."""
-        if self.precision is None:
-            return None
         models = [self.strategy.unwrap(model) for model in self.models]
         return SimpleNamespace(
             state_dict=partial(self.precision.state_dict, models),
@@ -179,8 +184,7 @@ class _StateWriter:
             self._write(files.numbered_name(files.SCHEDULER_FILE, number), scheduler.state_dict)
         if self._parts.scaler is not None:
             self._write(files.SCALER_FILE, self._parts.scaler.state_dict)
-        precision = self._parts.precision_state
-        if precision is not None and (state := precision.state_dict()):
+        if state := self._parts.precision_state.state_dict():
             self._write(files.PRECISION_FILE, state)
         for number, custom_object in enumerate(self._parts.custom):
             self._write(files.CUSTOM_OBJECT_FILE.format(number), custom_object.state_dict)
@@ -223,13 +227,14 @@ class _StateWriter:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, folder_name: str
     ) -> None:
         sharder: Any = self._sharder
-        sharder.save_sharded(
-            model,
-            optimizer,
-            self._folder / folder_name,
+        shards = ModelShards(
+            model=model,
+            optimizer=optimizer,
+            folder=self._folder / folder_name,
             left_out=self._names_left_out(model),
             ranks_by_folder=self._disks.ranks_by_folder,
         )
+        sharder.save_sharded(shards)
 
     def _on_writers(self, whole_state: Any) -> Any:
         makers = [ranks[0] for ranks in self._disks.ranks_by_folder]
