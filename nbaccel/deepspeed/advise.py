@@ -24,6 +24,7 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.atomic import nearest_folder
 from nbaccel.base.errors import ConfigError, NbaccelError, WorkerFailed
+from nbaccel.base.trees import map_tensors
 from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
@@ -37,7 +38,7 @@ from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.form import DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
 from nbaccel.deepspeed.zero_memory import NVME_PATHS, nvme_folders
-from nbaccel.memory.activations import call, loss_of, mapped, resized
+from nbaccel.memory.activations import call, loss_of, resized
 from nbaccel.memory.estimate import (
     MemoryEstimate,
     paragraphs,
@@ -532,7 +533,7 @@ def run_trial(
 
 def training_step(engine: Any, batch: Any) -> None:
     """One optimizer step: as many forward and backward passes as are accumulated."""
-    batch = mapped(batch, lambda tensor: tensor.detach().to(engine.device))
+    batch = map_tensors(lambda tensor: tensor.detach().to(engine.device), batch)
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(loss_of(call(engine, batch, module=engine.module)))
         engine.step()
