@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import require
+from nbaccel.config.field_rules import explain_mistakes
 from nbaccel.config.given_values import plain_value, shown
 
 if TYPE_CHECKING:
@@ -174,7 +175,20 @@ def changed_settings(model: BaseModel) -> dict[str, Any]:
 
 
 class Plain(BaseModel):
-    """A model whose `repr` is code with the settings that differ from the defaults."""
+    """A model that tells all mistakes at once, and whose `repr` is code without the defaults."""
+
+    unknown_remedy: ClassVar[str] = ""  # for a setting that there is not; else all are listed
+
+    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**{name: plain_value(value) for name, value in settings.items()})
+            except ValidationError as error:
+                mistakes = explain_mistakes(
+                    type(self), error, settings, unknown_remedy=self.unknown_remedy
+                )
+                raise ConfigError(*mistakes) from error
 
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
@@ -190,6 +204,10 @@ class Plain(BaseModel):
 
     def __str__(self) -> str:
         return repr(self)
+
+    def __hash__(self) -> int:
+        # pydantic's own hash of a frozen model fails, since some fields are dictionaries.
+        return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))
 
 
 class Exchangeable(Plain):
