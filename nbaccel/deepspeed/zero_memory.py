@@ -226,7 +226,8 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     bucket_size = min(zero["reduce_bucket_size"], shape.trainable)
     reserved = bucket_size if on_cpu or not shape.trainable else zero["reduce_bucket_size"]
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    whole = shape.at_most(zero["stage3_param_persistence_threshold"])
+    threshold = zero["stage3_param_persistence_threshold"]
+    whole = sum(size for size in shape.sizes if size <= threshold)
     device = Bytes(buckets=weight_bytes * (reserved * zero["contiguous_gradients"] + whole))
     host = Bytes()
     nvme = Bytes()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, InternalError, NbaccelError
+from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row
@@ -58,11 +58,6 @@ class Candidate:
     is_taken: bool = False
     is_best: bool = False  # of those that fit
     reason: str = ""  # why it is the best, or what it costs beside the best: a clause
-
-    @property
-    def precision(self) -> str:
-        """The precision that it is in: ``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return self.config.mixed_precision
 
     @property
     def fits(self) -> bool | None:
@@ -193,8 +188,6 @@ class CandidateFinder:
             if candidate.need is not None and (candidate.fits or way.refusal):
                 return candidate
             found.append(candidate)
-        if not found:
-            raise InternalError(f"The way to train {way.name!r} has no settings.")
         return next((one for one in found if one.need is not None), found[-1])
 
     def _evaluate(self, config: RunConfig, samples: int | None) -> Candidate:
@@ -243,7 +236,7 @@ def _best_reason(best: Candidate, num_fitting: int) -> str:
     reason += "nothing else fits" if num_fitting == 1 else "usually the fastest that fits"
     if best.config.activation_checkpointing:
         reason += "; activations are computed again"
-    if precision_row(best.precision).has_backends:
+    if precision_row(best.config.mixed_precision).has_backends:
         reason += f"; {_CAUTION}"
     return reason
 
