@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,9 +39,20 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
 
 def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     """Read a JSON object in which no key stands twice."""
+
+    def each_once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Python's reader keeps the last value and drops the others silently.
+        key_names = [name for name, _ in key_pairs]
+        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
+        if repeated_names:
+            raise ConfigError(
+                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
+            )
+        return dict(key_pairs)
+
     try:
         read_values = json.loads(
-            source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
+            source_text, object_pairs_hook=each_once, parse_constant=_read_constant
         )
     except json.JSONDecodeError as error:
         raise unreadable(source_name, "JSON", error) from error
@@ -134,22 +145,6 @@ def unreadable(source_name: str, language: str, error: Exception | str) -> Confi
         f"{source_name} cannot be read from {language}: {str(error).rstrip('.')}. "
         "A setting half read would train something else. Correct the text there."
     )
-
-
-def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake."""
-
-    def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Python's reader keeps the last value and drops the others silently.
-        key_names = [name for name, _ in key_pairs]
-        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
-        if repeated_names:
-            raise ConfigError(
-                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
-            )
-        return dict(key_pairs)
-
-    return once
 
 
 def read_yaml(text: str) -> Any:
