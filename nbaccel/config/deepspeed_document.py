@@ -46,7 +46,7 @@ SECTION_RULES = {
 _ENABLED_RULE = FieldRule(
     must="true or false", why="It decides the number format", do="Give one of them"
 )
-_AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
+DEFAULT_STAGE = 2  # Accelerate's, where nothing says one, and for ``"auto"``
 
 
 def read_document(value: Any) -> Any:
@@ -140,7 +140,7 @@ def taken_out(config_document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 def stage_left_open(document: Mapping[str, Any]) -> int:
     """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one."""
-    return _AUTO_STAGE if value_at(document, f"{_ZERO_SECTION}.stage") == _AUTO_WORD else 0
+    return DEFAULT_STAGE if value_at(document, f"{_ZERO_SECTION}.stage") == _AUTO_WORD else 0
 
 
 def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     BackendName = str  # a type checker cannot see the rows that other packages add
 else:
     BackendName = Literal[_BACKEND_NAMES]
-_RECIPE_NAMES = ("auto", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 _VARIABLE_PREFIX = "ACCELERATE_FP8_"
 _PASS_NAMES = ("FPROP", "DGRAD", "WGRAD")
 
@@ -58,7 +57,7 @@ class Fp8Config(Plain):
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
     )
-    recipe: Literal[_RECIPE_NAMES] = setting(  # type: ignore[valid-type]  # the words stand once
+    recipe: Literal["auto", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"] = setting(
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",

@@ -52,7 +52,7 @@ _COUNTED_KEYS = (
     *("optimizer.type", "optimizer.params.torch_adam"),
 )
 """What memory depends on: a mistake or an "auto" elsewhere stops no estimate."""
-_BATCH_KEY = "train_micro_batch_size_per_gpu"
+BATCH_KEY = "train_micro_batch_size_per_gpu"
 _NUM_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
 """States of each parameter, by the optimizer's name in lower case; two for those of Adam's kind."""
 _BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}
@@ -318,7 +318,7 @@ def estimate_memory(
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
         activation_bytes = _measured(
-            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
+            model_or_shape, sample_batch, given.get(BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
     if formats is not None:
