@@ -25,7 +25,8 @@ from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import is_installed, is_package, require
 from nbaccel.config.enumerations import LoggerType
-from nbaccel.config.given_values import closest, shown
+from nbaccel.config.field_rules import refuse_mistakes
+from nbaccel.config.given_values import closest, dotted_items, shown
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train import distributed
 
@@ -196,7 +197,7 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        flat = dict(_flatten_values(_plain_value(values)))
+        flat = dict(dotted_items(_plain_value(values)))
         as_is = (bool, int, float)
         shown_values = {n: it if isinstance(it, as_is) else str(it) for n, it in flat.items()}
         # Not `add_hparams`, which would write another run into a subfolder named by the time.
@@ -631,14 +632,6 @@ def _plain_value(any_value: Any, *, keep_infinite: bool = False) -> Any:
     return str(any_value)
 
 
-def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, nested_value in values.items():
-        if isinstance(nested_value, Mapping):
-            yield from _flatten_values(nested_value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", nested_value
-
-
 BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
     tracker.name: tracker
     for tracker in (
@@ -729,8 +722,7 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
         # An instance was given its folder when it was made.
         if isinstance(tracker, type) and tracker.requires_logging_directory and logging_dir is None
     ]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return matches
 
 

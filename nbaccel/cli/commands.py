@@ -54,7 +54,6 @@ def _export(
         *(None, "-o", "--output"),
         metavar="SCRIPT",
         help="The script's file; left out: the notebook's name, here.",
-        show_default=False,
     ),
     function: str = own_option(
         "",
@@ -66,6 +65,7 @@ def _export(
     config_file: ConfigFile = None,
     **further_options: Any,
 ) -> None:
+    from nbaccel.cli.script_commands import exported_files
     from nbaccel.cli.script_making import make_script, read_notebook
 
     if to not in _TARGETS:
@@ -90,11 +90,11 @@ def _export(
         # The job finds its first node itself.
         further_options["master_addr"] = "first-node"
     config = _settings(made_script, config_file, further_options)
-    exported_files, command = _files(to, config, script_path, made_script.text)
-    _write_files(script_path.parent, exported_files, overwrite=overwrite)
+    files, command = exported_files(to, config, script_path, made_script.text)
+    _write_files(script_path.parent, files, overwrite=overwrite)
     print(f"{script_path}: code cells {', '.join(map(str, made_script.cell_numbers))}")
-    for exported_file in exported_files[1:]:
-        print(script_path.parent / exported_file.name)
+    for file in files[1:]:
+        print(script_path.parent / file.name)
     _tell_changes(made_script, config_file)
     print(f"Run it:\n\n    {command}\n")
 
@@ -130,20 +130,6 @@ def _settings(made: MadeScript, config_file: str | None, further: dict[str, Any]
     for note in request.notes:
         print(f"nbaccel: {note}", file=sys.stderr)
     return request.config
-
-
-def _files(
-    target: str, config: RunConfig, script_path: Path, script_text: str
-) -> tuple[list[ExportedFile], str]:
-    """The files to write, the script first, and the command that starts it."""
-    from nbaccel.cli import script_commands
-
-    script_file = script_commands.ExportedFile(name=script_path.name, text=script_text)
-    if target in script_commands.COMMANDS:
-        command = script_commands.command_line(target, config, script_path.name)
-        return [script_file, *script_commands.companion_files(target, config)], command
-    job = script_commands.JOBS[target](config, script_path.stem)
-    return [script_file, job], job.submit
 
 
 def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -310,24 +310,12 @@ def launch_signature(own_function: Callable[..., Any]) -> inspect.Signature:
         for info in (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
         for flag in getattr(info, "param_decls", None) or ()
     }
-    taken |= set(setting_flags())
+    settings = setting_options()
+    taken |= {flag for option in settings for flag in (*option.flags, option.negative)}
     # Keyword-only, so that the parser's order of arguments is that of the function alone.
-    parameters += [_setting_parameter(option) for option in setting_options()]
+    parameters += [_setting_parameter(option) for option in settings]
     parameters += [_peer_parameter(one, taken) for one in PEER_OPTIONS if one.flag not in taken]
     return inspect.Signature(parameters)
-
-
-@cache
-def setting_flags() -> dict[str, str]:
-    """Every flag of a setting, and the setting's name."""
-    from nbaccel.notebook.magic_line import setting_options
-
-    return {
-        flag: option.name
-        for option in setting_options()
-        for flag in (*option.flags, option.negative)
-        if flag
-    }
 
 
 def _setting_parameter(option: MagicOption) -> inspect.Parameter:
@@ -349,7 +337,6 @@ def _setting_parameter(option: MagicOption) -> inspect.Parameter:
             metavar=None if is_switch else metavar,
             help=f"{meaning}{choices}",
             rich_help_panel=_SETTINGS_PANEL,
-            show_default=False,
         ),
     )
 
@@ -365,7 +352,6 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
             help=option.meaning,
             # A hundred and fifty of them would hide the settings; they have a list of their own.
             hidden=True,
-            show_default=False,
         ),
     )
 

@@ -19,7 +19,7 @@ from nbaccel.cli.launch_options import PEER_OPTIONS
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, engine_row
 from nbaccel.config.config_files import load_config_file, peek_config_file
-from nbaccel.config.deepspeed_document import kept_slots, slots_by_host
+from nbaccel.config.deepspeed_document import DEFAULT_STAGE, kept_slots, slots_by_host
 from nbaccel.config.run_config import chosen_engine
 from nbaccel.notebook.magic_line import json_or_text, setting_options
 from nbaccel.plan import Plan, inspect_machine, registry, resolve
@@ -32,8 +32,6 @@ _READ_TOGETHER = ("num_processes", "include", "exclude")  # read by `compute`
 _TORCHRUN_START_METHODS = {"spawn": "template", "forkserver": "template"}
 # What torchrun counts by a word.
 _COUNTED_DEVICES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
-# Accelerate's own default, where --use_deepspeed says no stage.
-_DEFAULT_ZERO_STAGE = 2
 # DeepSpeed writes ``host1:0,1@host2``; Accelerate has the same under longer names.
 _FILTER_NAMES = {
     "include": ("include", "deepspeed_inclusion_filter"),
@@ -249,7 +247,7 @@ class _OptionReader:
         if given.get("use_deepspeed"):
             self._put("strategy", "deepspeed", "--use-deepspeed")
             if not asks_for_stage:
-                self._put("zero_stage", _DEFAULT_ZERO_STAGE, "--use-deepspeed")
+                self._put("zero_stage", DEFAULT_STAGE, "--use-deepspeed")
         strategies = {self.settings.get("strategy", self.file.config.strategy)}
         strategies |= {"deepspeed"} if asks_for_stage else set()
         idle_flags: dict[str, list[str]] = {}

@@ -19,6 +19,7 @@ from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import PRECISIONS
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import closest
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, measure, table_lines
 from nbaccel.memory.memory_model import MemoryModel, ShortFormats
@@ -203,14 +204,12 @@ def print_estimate(
     """Read a model, estimate its memory, and print both tables."""
     wanted = [("--dtypes", dtype, [*_BITS]) for dtype in dtypes]
     wanted.append(("--mixed-precision", mixed_precision, [row.name for row in PRECISIONS]))
-    mistakes = [
+    refuse_mistakes(
         f"{option}={word!r} is no format here.{closest(word, known)} Its size is not known. Give "
         f"of: {', '.join(known)}."
         for option, word, known in wanted
         if word not in known
-    ]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    )
     sizes = read_model(model_path, trust_remote_code=trust_remote_code, library_name=library_name)
     machine, is_here = _machine_with(num_gpus)
     ways = _trained_ways(sizes, machine, num_gpus, num_nodes, mixed_precision)

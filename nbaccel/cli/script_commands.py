@@ -167,14 +167,6 @@ def command_line(command: str, config: RunConfig, script_name: str, place: Any =
     return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
 
 
-def companion_files(command: str, config: RunConfig) -> list[ExportedFile]:
-    """Files that a command line names, beside the script."""
-    if command == "nbaccel" or config.deepspeed is None:
-        return []
-    document = json.dumps(engine_config(config), indent=2)
-    return [ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n")]
-
-
 class _Template(string.Template):
     """A text with ``@names`` in it: a dollar is the shell's."""
 
@@ -237,8 +229,21 @@ def for_ray(command: str) -> str:
     return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
 
 
-JOBS = {"slurm": _slurm_job, "ray": _ray_job}
-"""What writes a job that runs a script, by the cluster that it is for."""
+_JOBS = {"slurm": _slurm_job, "ray": _ray_job}
+
+
+def exported_files(
+    target: str, config: RunConfig, script_path: Path, script_text: str
+) -> tuple[list[ExportedFile], str]:
+    """The files to write, the script first, and the command that starts it."""
+    files = [ExportedFile(name=script_path.name, text=script_text)]
+    if target in _JOBS:
+        files.append(_JOBS[target](config, script_path.stem))
+        return files, files[-1].submit
+    if target != "nbaccel" and config.deepspeed is not None:
+        document = json.dumps(engine_config(config), indent=2)
+        files.append(ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n"))
+    return files, command_line(target, config, script_path.name)
 
 
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job

@@ -21,6 +21,7 @@ from typing import Any
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config, RunConfig
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.text_forms import changed_settings
 from nbaccel.transfer.free_names import names_of
 
@@ -73,9 +74,7 @@ def read_notebook(notebook_path: Path) -> list[NotebookCell]:
         code, num_magics = _without_magics("".join(cell["source"]))
         cells.append(NotebookCell(number=number, code=code, tags=tags, num_magics=num_magics))
     kept_cells = [cell for cell in cells if SKIP_TAG not in cell.tags]
-    mistakes = [mistake for cell in kept_cells if (mistake := _syntax_mistake(cell))]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(filter(None, map(_syntax_mistake, kept_cells)))
     return kept_cells
 
 

@@ -6,7 +6,7 @@ Rows are here, or from other packages by entry points. Plans, pickers and tables
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -19,13 +19,12 @@ from nbaccel.config.capability_rows import (
     Fp8Choice,
     Fp8Row,
     PrecisionRow,
+    Row,
     StartMethodRow,
     StrategyRow,
 )
 
-_AnyRow = TypeVar(
-    "_AnyRow", DeviceRow, PrecisionRow, Fp8Row, StrategyRow, StartMethodRow, EngineRow
-)
+_AnyRow = TypeVar("_AnyRow", bound=Row)
 
 _ALL_START_METHODS = ("template", "fork", "inline")
 _NATIVE_PRECISIONS = ("no", "fp16", "bf16")
@@ -394,42 +393,32 @@ def rows_from_outside(
 ) -> tuple[_AnyRow, ...]:
     """The built-in rows and those of entry points of packages; why others cannot be used."""
     rows_by_name = {row.name: row for row in built_in}
-    points: Iterable[EntryPoint] = _all_entry_points().select(group=group)
+    points: Iterable[EntryPoint] = _ENTRY_POINTS.select(group=group)
     # Sorted: of two rows with one name the first is used, which must not depend on the machine.
     for entry_point in sorted(points, key=lambda point: (point.name, point.value)):
         try:
             row = entry_point.load()
         except Exception as error:  # a package's module may raise anything
             text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")
-            problems.append(f"{_described(entry_point)} cannot be loaded: {text}. {_ROW_REMEDY}")
-            continue
-        if not isinstance(row, row_class):
-            problems.append(
-                f"{_described(entry_point)} must be a {row_class.__name__}: got {row!r}. "
-                f"{_ROW_REMEDY}"
-            )
-        elif rows_by_name.setdefault(row.name, row) != row:
-            problems.append(
-                f"{_described(entry_point)} has a row named {row.name!r}, and "
-                f"there is one of that name already. The other one is used. {_ROW_REMEDY}"
-            )
+            problem = f"cannot be loaded: {text}."
+        else:
+            if not isinstance(row, row_class):
+                problem = f"must be a {row_class.__name__}: got {row!r}."
+            elif rows_by_name.setdefault(row.name, row) == row:
+                continue
+            else:
+                problem = (
+                    f"has a row named {row.name!r}, and there is one of that name already. The "
+                    "other one is used."
+                )
+        point = f"{entry_point.name} = {entry_point.value} ({entry_point.group})"
+        package = f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
+        problems.append(f"Entry point {point}{package} {problem} {_ROW_REMEDY}")
     return tuple(rows_by_name.values())
 
 
 _ROW_REMEDY = "What it adds is missing. Repair or uninstall the package."
-
-
-@cache
-def _all_entry_points() -> Any:
-    """Those of all installed packages; cached, because reading them takes long."""
-    return entry_points()
-
-
-def _described(entry_point: EntryPoint) -> str:
-    text = f" of the package {entry_point.dist.name}" if entry_point.dist is not None else ""
-    return f"Entry point {entry_point.name} = {entry_point.value} ({entry_point.group}){text}"
-
-
+_ENTRY_POINTS: Any = entry_points()  # of all installed packages: read once, as that takes long
 _problems: list[str] = []
 DEVICES = rows_from_outside("nbaccel.devices", DeviceRow, _DEVICES, _problems)  # CPU first
 PRECISIONS = rows_from_outside("nbaccel.precisions", PrecisionRow, _PRECISIONS, _problems)
@@ -458,9 +447,7 @@ start_method_row = partial(_row_named, START_METHODS)
 engine_row = partial(_row_named, ENGINES)
 
 
-def words_of_rows(
-    rows: tuple[DeviceRow | PrecisionRow | Fp8Row | StrategyRow | EngineRow, ...],
-) -> dict[str, str]:
+def words_of_rows(rows: tuple[Row, ...]) -> dict[str, str]:
     """Other words that people write for the names of rows."""
     return {word: row.name for row in rows for word in row.words}
 

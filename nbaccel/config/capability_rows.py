@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = [
     "DeviceRow",
@@ -13,6 +13,16 @@ __all__ = [
     "StartMethodRow",
     "StrategyRow",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What the rows of all tables have."""
+
+    name: str  # As in the setting that names it: ``RunConfig.device``, ``Fp8Config.backend``, ...
+    meaning: str  # What it is or does, for people
+    needs: str  # What must be there
+    words: tuple[str, ...] = ()  # Other words that people write for the name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,15 +37,11 @@ class DeviceSigns:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRow:
+class DeviceRow(Row):
     """What workers can compute on. Two rows fit each other if either names the other."""
 
-    name: str  # As in ``RunConfig.device``
-    meaning: str  # What it is, for people
-    needs: str  # What must be there
     path: str  # ``module:Class`` of its `nbaccel.abc.Device`; imports torch in methods only
     label: str = ""  # What one is called in sentences: ``GPU``; the name where it is empty
-    words: tuple[str, ...] = ()  # Other words that people write for the name
     precisions: tuple[str, ...] = ()  # The precisions it can train in
     strategies: tuple[str, ...] = ()  # Strategies that train on it, beside those whose rows name it
     slow: tuple[tuple[str, str], ...] = ()  # precisions that it only imitates, and why it matters
@@ -57,13 +63,9 @@ class DeviceRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionRow:
+class PrecisionRow(Row):
     """A number format of the forward and backward pass."""
 
-    name: str  # As in ``RunConfig.mixed_precision``
-    meaning: str  # What it is, for people
-    needs: str  # What must be there
-    words: tuple[str, ...] = ()  # Other words that people write for the name
     path: str = ""  # ``module:Class`` of its `nbaccel.abc.Precision`; empty where it has backends
     has_backends: bool = False  # Whether class, devices and strategies are those of an `Fp8Row`
     dtype: str = ""  # Torch's name of what layers compute in; empty where that shows nothing
@@ -74,15 +76,11 @@ class PrecisionRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Row:
+class Fp8Row(Row):
     """A library that computes in 8 bits."""
 
-    name: str  # As in ``Fp8Config.backend``
-    meaning: str  # What it does, for people
-    needs: str  # What must be there
     package: str  # The module that must be installed for it; empty where torch is enough
     path: str = ""  # ``module:Class`` of its :class:`~nbaccel.abc.Precision`
-    words: tuple[str, ...] = ()  # Other words that people write for the name
     devices: tuple[str, ...] = ()  # What it can compute on
     strategies: tuple[str, ...] = ()  # Strategies that train with it
     settings: tuple[str, ...] = ()  # Those of ``Fp8Config`` that it reads
@@ -106,15 +104,11 @@ class Fp8Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyRow:
+class StrategyRow(Row):
     """How the processes of a run train one model together."""
 
-    name: str  # As in ``RunConfig.strategy`` and ``Strategy.name``
-    meaning: str  # What each process holds, for people
-    needs: str  # What must be there
     path: str  # ``module:Class`` of its :class:`~nbaccel.abc.Strategy`
     headline: str = ""  # How the training plan's first line calls it; the name where it is empty
-    words: tuple[str, ...] = ()  # Other words that people write for the name
     devices: tuple[str, ...] = ()  # What it can compute on
     precisions: tuple[str, ...] = ()  # The precisions it can train in
     processes: str = ""  # ``one``, or ``several`` where it needs others; empty where it does both
@@ -146,30 +140,24 @@ class StrategyRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StartMethodRow:
+class StartMethodRow(Row):
     """How workers come to be."""
 
-    name: str  # As in ``Plan.start_method``
-    meaning: str  # What happens, for people
-    needs: str  # What must be there
     headline: str  # How :meth:`Plan.headline` says it
     separate_processes: bool = True  # Whether workers are processes of their own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineRow:
+class EngineRow(Row):
     """What brings the workers of a run together on several machines."""
 
-    name: str  # As in ``RunConfig.engine``
-    meaning: str  # What it does, for people
-    needs: str  # What must be there
     # ``module:Class`` of its `nbaccel.abc.Engine`, light; empty where machines have notebooks.
     path: str = ""
-    words: tuple[str, ...] = ()  # Other words that people write for the name
     setting: str = ""  # That of ``RunConfig`` that names its hosts; empty where there is none
     starts_scripts_only: bool = False  # Whether it is for `nbaccel launch`, and not for notebooks
     extra: str = ""  # The extra of nbaccel that installs what it needs
-    runs_on_hosts: bool = field(init=False)  # Whether this notebook's workers run on other hosts
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "runs_on_hosts", bool(self.path))
+    @property
+    def runs_on_hosts(self) -> bool:
+        """Whether this notebook's workers run on other hosts."""
+        return bool(self.path)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 from nbaccel.base import atomic, env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, words_of_rows
+from nbaccel.config.deepspeed_document import ARGUMENT_KEYS, DEFAULT_STAGE
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
@@ -351,21 +352,11 @@ def _read_tpu_env(reading: _Reading, key: str, value: Any) -> None:
 
 
 _DOCUMENT_KEY = "deepspeed_config_file"
-_DEFAULT_STAGE = 2
 _STARTED_ON_EACH = ("standard", "nossh")  # Launchers of DeepSpeed that do not reach other machines
-_ZERO = "zero_optimization"
 # What a file of DeepSpeed's own says, too.
 _DOCUMENT_READERS: Mapping[str, _ReadKey] = {
-    "zero_stage": _as_setting("zero_stage"),
-    "gradient_accumulation_steps": _as_setting("gradient_accumulation_steps"),
-    "gradient_clipping": _into("deepspeed", "gradient_clipping"),
-    "offload_optimizer_device": _into("deepspeed", f"{_ZERO}.offload_optimizer.device"),
-    "offload_optimizer_nvme_path": _into("deepspeed", f"{_ZERO}.offload_optimizer.nvme_path"),
-    "offload_param_device": _into("deepspeed", f"{_ZERO}.offload_param.device"),
-    "offload_param_nvme_path": _into("deepspeed", f"{_ZERO}.offload_param.nvme_path"),
-    "zero3_save_16bit_model": _into(
-        "deepspeed", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
-    ),
+    **{name: _into("deepspeed", key) for name, key in ARGUMENT_KEYS.items()},
+    **{name: _as_setting(name) for name in ("zero_stage", "gradient_accumulation_steps")},
 }
 _DEEPSPEED_READERS: Mapping[str, _ReadKey] = {
     **_DOCUMENT_READERS,
@@ -402,7 +393,7 @@ def _read_deepspeed(reading: _Reading, key: str, value: Any) -> None:
         reading.use(f"{key}.{_DOCUMENT_KEY}", document, "deepspeed: the file's content")
         readers = {**readers, **dict.fromkeys(_DOCUMENT_READERS, _without_effect(_FILE_DECIDES))}
     else:
-        section.setdefault("zero_stage", _DEFAULT_STAGE)
+        section.setdefault("zero_stage", DEFAULT_STAGE)
     reading.read(section, readers, section=key)
 
 

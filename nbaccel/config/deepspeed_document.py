@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.field_rules import FieldMistake, FieldRule, refuse_mistakes
-from nbaccel.config.given_values import closest, numbers_read, read_whole, value_at
+from nbaccel.config.given_values import closest, drop_at, numbers_read, read_whole, value_at
 from nbaccel.config.text_forms import read_source
 
 _ZERO_SECTION = "zero_optimization"
@@ -21,6 +21,17 @@ _AUTO_WORD = "auto"
 _HALF_FORMATS = ("fp16", "bf16")
 _PART_SECTIONS = ("optimizer", "scheduler")
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ARGUMENT_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": f"{_ZERO_SECTION}.stage",
+    "offload_optimizer_device": f"{_ZERO_SECTION}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO_SECTION}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO_SECTION}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO_SECTION}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO_SECTION}.stage3_gather_16bit_weights_on_model_save",
+}
+"""Argument of Accelerate's plugin, and key of its files → where DeepSpeed's document has it."""
 DOCUMENT_NAME = "A DeepSpeed configuration"
 _HALF_RULE = FieldRule(
     must="a section", why="It turns the format on or off", do='Write for example {"enabled": true}'
@@ -35,21 +46,15 @@ SECTION_RULES = {
 _ENABLED_RULE = FieldRule(
     must="true or false", why="It decides the number format", do="Give one of them"
 )
-_AUTO_STAGE = 2  # Accelerate's stage for ``"auto"``
-
-
-class Document(dict[str, Any]):
-    """A DeepSpeed configuration that :func:`read_document` has read, and does not read again."""
+DEFAULT_STAGE = 2  # Accelerate's, where nothing says one, and for ``"auto"``
 
 
 def read_document(value: Any) -> Any:
     """A DeepSpeed configuration as plain JSON values, in the current form."""
-    if isinstance(value, Document):
-        return value
     read_settings = read_source(value, DOCUMENT_NAME)
     if not isinstance(read_settings, dict):
         return read_settings
-    document = Document(tidied_settings(read_settings))
+    document = tidied_settings(read_settings)
     if endless_keys := [*_infinite_keys(document)]:
         text = f"{endless_keys[0]} is infinite, for which JSON has no word. Give 1000000000."
         raise ConfigError(FieldMistake(text, endless_keys[0]))
@@ -110,38 +115,32 @@ def _read_enabled(section: Any, key: str) -> list[FieldMistake]:
     return [FieldMistake(_ENABLED_RULE.refusal(key, value), key)]
 
 
-def taken_out(config_document: Mapping[str, Any]) -> tuple[Document, dict[str, Any]]:
+def taken_out(config_document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take out of a DeepSpeed configuration the settings that a run has, too."""
-    remaining_document = Document(copy.deepcopy(dict(config_document)))
     settings: dict[str, Any] = {}
-    zero_section = remaining_document.get(_ZERO_SECTION)
-    if isinstance(zero_section, dict):
-        stage = zero_section.pop("stage", _AUTO_WORD)
-        if stage != _AUTO_WORD:
-            settings["zero_stage"] = stage
-        if not zero_section:
-            del remaining_document[_ZERO_SECTION]
-    enabled_by_section = {}
-    for name in _HALF_FORMATS:
-        format_section = remaining_document.get(name)
-        if isinstance(format_section, dict) and "enabled" in format_section:
-            enabled_by_section[name] = format_section.pop("enabled")
-            if not format_section:
-                del remaining_document[name]
-            if enabled_by_section[name] is True:
-                settings.setdefault("mixed_precision", name)
+    stage = value_at(config_document, f"{_ZERO_SECTION}.stage", _AUTO_WORD)
+    if stage != _AUTO_WORD:
+        settings["zero_stage"] = stage
+    switches = {name: value_at(config_document, f"{name}.enabled", ...) for name in _HALF_FORMATS}
+    turned_on = [name for name, switch in switches.items() if switch is True]
     # One of them turned off leaves the other open; only both together mean float32.
-    if [*enabled_by_section.values()] == [False] * len(_HALF_FORMATS):
-        settings["mixed_precision"] = "no"
-    steps = remaining_document.pop("gradient_accumulation_steps", None)
+    if turned_on or [*switches.values()] == [False] * len(_HALF_FORMATS):
+        settings["mixed_precision"] = next(iter(turned_on), "no")
+    steps = config_document.get("gradient_accumulation_steps")
     if steps not in (None, _AUTO_WORD):
         settings["gradient_accumulation_steps"] = steps
+    remaining_document = copy.deepcopy(dict(config_document))
+    drop_at(remaining_document, f"{_ZERO_SECTION}.stage")
+    drop_at(remaining_document, "gradient_accumulation_steps")
+    for name, switch in switches.items():
+        if switch is not ...:
+            drop_at(remaining_document, f"{name}.enabled")
     return remaining_document, settings
 
 
 def stage_left_open(document: Mapping[str, Any]) -> int:
     """The ZeRO stage of a run where neither it nor its DeepSpeed configuration decides one."""
-    return _AUTO_STAGE if value_at(document, f"{_ZERO_SECTION}.stage") == _AUTO_WORD else 0
+    return DEFAULT_STAGE if value_at(document, f"{_ZERO_SECTION}.stage") == _AUTO_WORD else 0
 
 
 def disagreements(document: Mapping[str, Any], given_settings: Mapping[str, Any]) -> list[str]:
@@ -193,7 +192,7 @@ _SLOT_HELP = "Name slots by number, as in worker-1:0,1@worker-2"
 
 def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
     """The hosts that a filter names, each with the numbers of its slots; none stand for all."""
-    slots: dict[str, tuple[int, ...]] = {}
+    words_by_host: dict[str, list[str]] = {}
     mistakes = []
     for part in filter_text.split("@"):
         host_name, colon, slots_text = (word.strip() for word in part.strip().partition(":"))
@@ -203,15 +202,13 @@ def slots_by_host(filter_text: str) -> dict[str, tuple[int, ...]]:
             )
             continue
         words = [word.strip() for word in slots_text.split(",")] if colon else []
-        mistakes += _slot_mistakes(host_name, words)
-        numbers = tuple(int(word) for word in words if word.isdecimal())
-        if host_name in slots and not (numbers and slots[host_name]):
+        if host_name in words_by_host and not (words and words_by_host[host_name]):
             mistakes.append(f"host {host_name!r} is named twice in {filter_text!r}. Leave one out.")
-        twice = set(numbers) & set(slots.get(host_name, ()))
-        mistakes += [_slot_twice(host_name, number) for number in sorted(twice)]
-        slots[host_name] = (*slots.get(host_name, ()), *numbers)
+        words_by_host[host_name] = [*words_by_host.get(host_name, ()), *words]
+    for host_name, words in words_by_host.items():
+        mistakes += _slot_mistakes(host_name, words)
     refuse_mistakes(dict.fromkeys(mistakes))
-    return {host_name: tuple(sorted(numbers)) for host_name, numbers in slots.items()}
+    return {name: tuple(sorted(map(int, words))) for name, words in words_by_host.items()}
 
 
 def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
@@ -219,11 +216,7 @@ def _slot_mistakes(name: str, words: list[str]) -> Iterator[str]:
         if not (word.isascii() and word.isdecimal()):
             yield f"slot {word!r} of host {name!r} is no number of a device. {_SLOT_HELP}."
         elif [int(other) for other in words if other.isdecimal()].count(int(word)) > 1:
-            yield _slot_twice(name, int(word))
-
-
-def _slot_twice(name: str, number: int) -> str:
-    return f"slot {number} of host {name!r} is named twice. Name it once."
+            yield f"slot {int(word)} of host {name!r} is named twice. Name it once."
 
 
 def read_host_filter(value: Any) -> Any:

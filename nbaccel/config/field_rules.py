@@ -95,7 +95,7 @@ class FieldRule:
             allowed = tuple(value for value in values if isinstance(value, str))
             read = given_values.read_word if allowed else given_values.read_whole
         elif value_type is bool:
-            must, read = "True or False", given_values.read_truth
+            must, read = "True or False", None
         elif value_type is float:
             must = f"a number above {limits.get('gt')}"
         elif value_type is int:
@@ -148,8 +148,7 @@ def explain_mistakes(
     error: ValidationError,
     given_settings: Mapping[str, Any],
     *,
-    said_by: Mapping[str, str] | None = None,
-    unknown_remedy: str = "",
+    unknown_remedy: str,
 ) -> tuple[FieldMistake, ...]:
     """One message per setting that is wrong."""
     by_name: dict[str, tuple[FieldMistake, ...]] = {}
@@ -177,8 +176,6 @@ def explain_mistakes(
             model_field = model.model_fields[setting_name]
             meaning = model_field.description or ""
             text = rule_of(model_field).refusal(setting_name, given_value, why=meaning)
-        speaker = (said_by or {}).get(setting_name, "")
-        text = f"{speaker}: {text}" if speaker else text
         by_name[setting_name] = (FieldMistake(text, setting_name),)
     return tuple(mistake for mistakes in by_name.values() for mistake in mistakes)
 

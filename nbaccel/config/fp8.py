@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
 from nbaccel.config.capabilities import ENTRY_POINT_PROBLEMS, FP8_BACKENDS, words_of_rows
-from nbaccel.config.field_rules import Handler, explain_mistakes, setting
-from nbaccel.config.given_values import plain_value, read_truth
+from nbaccel.config.field_rules import Handler, setting
 from nbaccel.config.text_forms import Plain
 
 _ANY_BACKEND = "auto"
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     BackendName = str  # a type checker cannot see the rows that other packages add
 else:
     BackendName = Literal[_BACKEND_NAMES]
-_RECIPE_NAMES = ("auto", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 _VARIABLE_PREFIX = "ACCELERATE_FP8_"
 _PASS_NAMES = ("FPROP", "DGRAD", "WGRAD")
 
@@ -35,9 +33,9 @@ def _upper_case(value: Any) -> Any:
 
 
 def _three_values(value: Any) -> Any:
-    if isinstance(value, str):
-        value = [list_part.strip() for list_part in value.strip("()[] ").split(",")]
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, str):
+        return value
+    return [list_part.strip() for list_part in value.strip("()[] ").split(",")]
 
 
 class Fp8Config(Plain):
@@ -59,7 +57,7 @@ class Fp8Config(Plain):
         words=words_of_rows(FP8_BACKENDS),
         problems=ENTRY_POINT_PROBLEMS,
     )
-    recipe: Literal[_RECIPE_NAMES] = setting(  # type: ignore[valid-type]  # the words stand once
+    recipe: Literal["auto", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"] = setting(
         "auto",
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
@@ -92,7 +90,6 @@ class Fp8Config(Plain):
         None,
         "Whether the first and the last linear layer stay in bfloat16; None: as is "
         "usual with the backend (ao and native leave them).",
-        read=lambda value: None if value is None else read_truth(value),
     )
     pad_inner_dim: bool = setting(
         True, "Whether torchao pads matrices whose sizes 16 does not divide."
@@ -101,14 +98,6 @@ class Fp8Config(Plain):
         True, "Whether FSDP gathers weights in FP8, with torchao."
     )
     use_autocast_during_eval: bool = setting(False, "Whether evaluation computes in FP8, too.")
-
-    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**{name: plain_value(value) for name, value in settings.items()})
-            except ValidationError as error:
-                raise ConfigError(*explain_mistakes(type(self), error, settings)) from error
 
     @classmethod
     def read(cls, value: Any) -> Any:

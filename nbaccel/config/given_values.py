@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from enum import Enum
-from pathlib import PurePath
 from typing import Any
 
 RESUME_HERE = "here"  # what a stopped launch keeps goes with this process
@@ -59,7 +59,7 @@ def numbers_read(given_value: Any) -> Any:
 
 def read_path(value: Any) -> Any:
     """The text of a path."""
-    return str(value) if isinstance(value, PurePath) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def read_port(value: Any) -> Any:
@@ -81,13 +81,6 @@ def read_resume(value: Any) -> Any:
     if isinstance(value, bool):
         return RESUME_HERE if value else None
     return read_path(value)
-
-
-def read_truth(value: Any) -> Any:
-    """A truth value; a number other than 0 and 1 is refused by the validator."""
-    if value is None:
-        raise ValueError("None is neither true nor false")
-    return value
 
 
 def value_at(settings: Mapping[str, Any] | None, dotted_key: str, default: Any = None) -> Any:
@@ -125,6 +118,15 @@ def drop_at(settings: dict[str, Any], dotted_key: str) -> None:
         drop_at(inner_section, remaining_key)
         if not inner_section:
             del settings[first_step]
+
+
+def dotted_items(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in a mapping, and in those inside it, with dotted keys."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from dotted_items(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 _MAX_SHOWN_CHARS = 80

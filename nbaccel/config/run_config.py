@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
-from pydantic import ConfigDict, JsonValue, ValidationError
+from pydantic import ConfigDict, JsonValue
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
 from nbaccel.config.deepspeed_document import Contradiction, filter_contradictions, read_host_filter
-from nbaccel.config.field_rules import explain_mistakes, setting
+from nbaccel.config.field_rules import FieldMistake, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
 from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
@@ -375,15 +375,16 @@ class RunConfig(Exchangeable):
             config_document, file_settings = _read_document(given_settings)
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
-            validation_error: ValidationError | None = None
+            validation_error: BaseException | None = None
             wrong: set[str] = set()
             try:
                 super().__init__(**settings)
-            except ValidationError as error:
-                said_by = dict.fromkeys(file_settings, "DeepSpeed configuration")
-                validation_error = error
-                all_mistakes = [*explain_mistakes(type(self), error, settings, said_by=said_by)]
-                wrong = {str(detail["loc"][0]) for detail in error.errors()}
+            except ConfigError as error:
+                validation_error = error.__cause__
+                for one in error.args:
+                    text = f"DeepSpeed configuration: {one}" if one.path in file_settings else one
+                    all_mistakes.append(FieldMistake(text, one.path))
+                wrong = {one.path.partition(".")[0] for one in error.args}
                 # Built again, for contradictions among the valid ones; an error follows.
                 super().__init__(
                     **{name: value for name, value in settings.items() if name not in wrong}
@@ -417,10 +418,6 @@ class RunConfig(Exchangeable):
         """
         return type(self)(**merged_settings(dict(self), settings))
 
-    def __hash__(self) -> int:
-        # The hash of a frozen model fails, since some fields are dictionaries.
-        return hash(self.to_json())
-
 
 def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with others over them, before they are judged; see :meth:`RunConfig.changed`."""
@@ -433,7 +430,7 @@ def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]
     return {**kept, **changes, "deepspeed": document}
 
 
-def _document_of(document: Any) -> zero_engine.Document | None:
+def _document_of(document: Any) -> dict[str, Any] | None:
     """A DeepSpeed configuration that can be read; None where there is none, or a wrong one."""
     if document is None:
         return None
@@ -441,14 +438,14 @@ def _document_of(document: Any) -> zero_engine.Document | None:
         read = zero_engine.read_document(document)
     except ValueError:  # a `ConfigError` is one: the field's validator will report it
         return None
-    return read if isinstance(read, zero_engine.Document) else None
+    return read if isinstance(read, dict) else None
 
 
-def _read_document(settings: dict[str, Any]) -> tuple[zero_engine.Document, dict[str, Any]]:
+def _read_document(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a DeepSpeed configuration and take out of it what is a setting of `RunConfig`."""
     document = _document_of(settings.get("deepspeed"))
     if document is None:
-        return zero_engine.Document(), {}
+        return {}, {}
     settings["deepspeed"], decided_settings = zero_engine.taken_out(document)
     file_settings = {"zero_stage": zero_engine.stage_left_open(document), **decided_settings}
     # None is "not given" for settings whose default it is, such as those of a form's empty field.

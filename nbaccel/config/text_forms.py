@@ -6,14 +6,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.optional_packages import require
+from nbaccel.config.field_rules import explain_mistakes
 from nbaccel.config.given_values import plain_value, shown
 
 if TYPE_CHECKING:
@@ -38,9 +39,20 @@ def read_file(file_path: str | Path) -> dict[str, Any]:
 
 def read_object(source_text: str, source_name: str) -> dict[str, Any]:
     """Read a JSON object in which no key stands twice."""
+
+    def each_once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Python's reader keeps the last value and drops the others silently.
+        key_names = [name for name, _ in key_pairs]
+        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
+        if repeated_names:
+            raise ConfigError(
+                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
+            )
+        return dict(key_pairs)
+
     try:
         read_values = json.loads(
-            source_text, object_pairs_hook=each_once(source_name), parse_constant=_read_constant
+            source_text, object_pairs_hook=each_once, parse_constant=_read_constant
         )
     except json.JSONDecodeError as error:
         raise unreadable(source_name, "JSON", error) from error
@@ -135,22 +147,6 @@ def unreadable(source_name: str, language: str, error: Exception | str) -> Confi
     )
 
 
-def each_once(source_name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """An ``object_pairs_hook`` for JSON in which a key that stands twice is a mistake."""
-
-    def once(key_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # Python's reader keeps the last value and drops the others silently.
-        key_names = [name for name, _ in key_pairs]
-        repeated_names = sorted({name for name in key_names if key_names.count(name) > 1})
-        if repeated_names:
-            raise ConfigError(
-                f"{source_name} names {', '.join(repeated_names)} more than once. Remove one."
-            )
-        return dict(key_pairs)
-
-    return once
-
-
 def read_yaml(text: str) -> Any:
     """Read YAML in which ``3e-5`` is a number, as in JSON and in YAML 1.2."""
     yaml = require("yaml", extra="", why="Reading a configuration file")
@@ -174,7 +170,20 @@ def changed_settings(model: BaseModel) -> dict[str, Any]:
 
 
 class Plain(BaseModel):
-    """A model whose `repr` is code with the settings that differ from the defaults."""
+    """A model that tells all mistakes at once, and whose `repr` is code without the defaults."""
+
+    unknown_remedy: ClassVar[str] = ""  # for a setting that there is not; else all are listed
+
+    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**{name: plain_value(value) for name, value in settings.items()})
+            except ValidationError as error:
+                mistakes = explain_mistakes(
+                    type(self), error, settings, unknown_remedy=self.unknown_remedy
+                )
+                raise ConfigError(*mistakes) from error
 
     def changed(self, **settings: Any) -> Self:
         """A copy with other values, validated like a new one.
@@ -190,6 +199,10 @@ class Plain(BaseModel):
 
     def __str__(self) -> str:
         return repr(self)
+
+    def __hash__(self) -> int:
+        # pydantic's own hash of a frozen model fails, since some fields are dictionaries.
+        return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))
 
 
 class Exchangeable(Plain):

@@ -24,6 +24,7 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.atomic import nearest_folder
 from nbaccel.base.errors import ConfigError, NbaccelError, WorkerFailed
+from nbaccel.base.trees import map_tensors
 from nbaccel.base.units import count_noun, format_bytes, parse_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row
@@ -36,8 +37,8 @@ from nbaccel.deepspeed.checking import check_config
 from nbaccel.deepspeed.engines import make_engine
 from nbaccel.deepspeed.form import DeepSpeedForm
 from nbaccel.deepspeed.zero_config import ZERO, ZeroConfig, load_settings
-from nbaccel.deepspeed.zero_memory import NVME_PATHS, nvme_folders
-from nbaccel.memory.activations import call, loss_of, mapped, resized
+from nbaccel.deepspeed.zero_memory import BATCH_KEY, NVME_PATHS, nvme_folders
+from nbaccel.memory.activations import call, loss_of, resized
 from nbaccel.memory.estimate import (
     MemoryEstimate,
     paragraphs,
@@ -192,7 +193,6 @@ class Advice:
         return {"text/plain": self.explain(), "text/html": html}
 
 
-_BATCH_KEY = "train_micro_batch_size_per_gpu"
 _PRECISIONS = {"fp32": "no", "float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 """Other words for a precision → that of a `RunConfig`."""
 
@@ -219,7 +219,7 @@ def advise(asked: Any, launch: Callable[..., Any]) -> Advice:
     world_size = plan.num_processes * asked.num_nodes
     batch = _batch_of(settings, samples=memory_model.num_samples, world_size=world_size)
     # Before the ways, so that mistakes of the user's file are reported as such.
-    own = {**settings, _BATCH_KEY: batch[0]}
+    own = {**settings, BATCH_KEY: batch[0]}
     check_config(own, world_size=world_size, inventory=machine, allow_auto=True, check_tools=False)
     run = _first_run(asked, settings, plan, memory_model)
     finder = _Finder(memory_model=memory_model, settings=settings)
@@ -305,7 +305,7 @@ class _Finder(CandidateFinder):
             document["fp16"].setdefault("auto_cast", True)
         facts = TrainingFacts(
             world_size=self._world_size(plan),
-            micro_batch_size=document[_BATCH_KEY],
+            micro_batch_size=document[BATCH_KEY],
             accumulation_steps=config.gradient_accumulation_steps,
             mixed_precision=config.mixed_precision,
         )
@@ -318,7 +318,7 @@ class _Finder(CandidateFinder):
 def _with_batch(run: RunConfig, batch_size: int, accumulation_steps: int) -> RunConfig:
     return run.changed(
         gradient_accumulation_steps=accumulation_steps,
-        deepspeed={**(run.deepspeed or {}), _BATCH_KEY: batch_size},
+        deepspeed={**(run.deepspeed or {}), BATCH_KEY: batch_size},
     )
 
 
@@ -477,7 +477,7 @@ def _proven(
         host_bytes += plan.num_processes * (device_bytes or 0)
     limits = (device_bytes, host_bytes and host_bytes // plan.num_processes)
     recomputes = rung.gradient_checkpointing and not checkpoints_gradients(memory.model)
-    batch = resized(memory.sample_batch, config[_BATCH_KEY])
+    batch = resized(memory.sample_batch, config[BATCH_KEY])
     with (
         tempfile.TemporaryDirectory(prefix="nbaccel-trial-", dir=disk) as swap_folder,
         # The advice reports how a trial ended; a dashboard of failures would look like errors.
@@ -532,7 +532,7 @@ def run_trial(
 
 def training_step(engine: Any, batch: Any) -> None:
     """One optimizer step: as many forward and backward passes as are accumulated."""
-    batch = mapped(batch, lambda tensor: tensor.detach().to(engine.device))
+    batch = map_tensors(lambda tensor: tensor.detach().to(engine.device), batch)
     for _ in range(engine.gradient_accumulation_steps()):
         engine.backward(loss_of(call(engine, batch, module=engine.module)))
         engine.step()

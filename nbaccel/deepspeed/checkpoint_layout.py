@@ -59,7 +59,6 @@ _CHUNK_ELEMENTS = 2**20
 # A buffer may repeat its elements (`expand`); a file of a few bytes must not make gigabytes.
 _REPEATED = 16
 _REPEATED_BYTES = 64 * 2**20
-_MADV_DONTNEED = 4  # of Linux's <sys/mman.h>
 
 
 class Unknown:
@@ -145,7 +144,7 @@ class FileTensor(NamedTuple):
                 first = chunk.data_ptr() - chunk.data_ptr() % mmap.PAGESIZE
                 size = chunk.data_ptr() + chunk.nbytes - first
                 pages = (ctypes.c_void_p(first), ctypes.c_size_t(size))
-                ctypes.CDLL(None).madvise(*pages, ctypes.c_int(_MADV_DONTNEED))
+                ctypes.CDLL(None).madvise(*pages, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 def pieces_between(tensors: Iterable[FileTensor], begin: int, end: int) -> tuple[FileTensor, ...]:

@@ -22,6 +22,7 @@ from torch import nn
 from nbaccel.base import weight_files
 from nbaccel.base.errors import CheckpointFailed, ConfigError
 from nbaccel.base.log import progress_bar
+from nbaccel.base.trees import names_by_tensor
 from nbaccel.base.units import parse_bytes
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.checkpoint_layout import Weight, checked_bits, read_layout
@@ -278,16 +279,12 @@ def save_16bit_weights(
         CheckpointFailed: On every rank, if rank 0 could not write; the folder is as it was.
     """
     state = _weights_of(engine, exclude_frozen_parameters)
-    first_names: dict[int, str] = {}
     weights: dict[str, Weight] = {}
     tied: dict[str, str] = {}
-    for name, tensor in state.items():
-        first_name = first_names.setdefault(id(tensor), name)
-        if first_name == name:
-            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-            weights[name] = Weight(name, shape, tensor.dtype)
-        else:
-            tied[name] = first_name
+    for name, *further_names in names_by_tensor(state.items()).values():
+        shape = tuple(getattr(state[name], "ds_shape", state[name].shape))
+        weights[name] = Weight(name, shape, state[name].dtype)
+        tied |= dict.fromkeys(further_names, name)
     # All ranks gather in the same order, that of the files.
     ordered = itertools.chain.from_iterable(_distributed(weights, max_shard_size).values())
     gathered = (_whole_parameter(state[weight.name]) for weight in ordered)

@@ -396,7 +396,7 @@ class DeepSpeedForm:
             return FilledConfig(document, (Choice("DeepSpeed", "refused", error.mistakes[0]),))
         # Into the document itself, which keeps the order and form that the user wrote.
         decided = resolved.config.to_dict()
-        for key in [key for key in auto_keys(document) if key not in reasons]:
+        for key in (key for key in auto_keys(document) if key not in reasons):
             put_at(document, key, value_at(decided, key))
         later = [Choice(key, "auto", _FILLED_LATER.get(key, why)) for key, why in reasons.items()]
         return FilledConfig(document, (*resolved.choices, *later))

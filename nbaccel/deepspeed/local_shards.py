@@ -447,7 +447,7 @@ def building_whole() -> contextlib.AbstractContextManager[None]:
 def without_auto(zero_settings: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """The settings for `zero.Init`, which reads batch sizes, has no use for them and no "auto"."""
     concrete_settings = copy.deepcopy(dict(zero_settings))
-    for key in list(auto_keys(concrete_settings)):
+    for key in auto_keys(concrete_settings):
         drop_at(concrete_settings, key)
     if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & concrete_settings.keys():
         steps = concrete_settings.get("gradient_accumulation_steps", 1)
@@ -528,7 +528,7 @@ def take_back(module: nn.Module, remembered: Remembered) -> bool:
     return True
 
 
-def take_back_together(module: nn.Module, device: torch.device) -> bool:
+def take_back_together(module: nn.Module, device: torch.device) -> None:
     """Make a module whole that earlier engines of all processes have; a collective."""
     # A cell is run again: hooks of the engine before would run beside the next one's, over
     # groups that may be gone, with weights in low precision.
@@ -543,11 +543,10 @@ def take_back_together(module: nn.Module, device: torch.device) -> bool:
     # If `prepare` failed on some ranks, those have no engine, and must take part below.
     dist.all_reduce(had_engine, dist.ReduceOp.MAX)
     if not had_engine:
-        return False
+        return
     whole_values = _put_together(module, device)
     _restore_module(module, state_before or remember(module), whole_values, _engines_of(module))
     forget_modules()
-    return True
 
 
 @torch.no_grad()

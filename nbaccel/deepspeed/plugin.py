@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
-from nbaccel.config.deepspeed_document import BATCH_SIZES, engine_config, taken_out, tidied_settings
+from nbaccel.config.deepspeed_document import (
+    ARGUMENT_KEYS,
+    BATCH_SIZES,
+    engine_config,
+    taken_out,
+    tidied_settings,
+)
 from nbaccel.config.field_rules import refuse_mistakes
-from nbaccel.config.given_values import put_at, shown, value_at
+from nbaccel.config.given_values import dotted_items, put_at, shown, value_at
 from nbaccel.config.handlers import Settings
 from nbaccel.deepspeed import library
 from nbaccel.deepspeed.zero_config import AUTO, ZERO, ZeroConfig, todays_settings
@@ -29,17 +35,6 @@ if TYPE_CHECKING:
     from nbaccel.config import RunConfig
 
 
-_KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": f"{ZERO}.stage",
-    "offload_optimizer_device": f"{ZERO}.offload_optimizer.device",
-    "offload_param_device": f"{ZERO}.offload_param.device",
-    "offload_optimizer_nvme_path": f"{ZERO}.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": f"{ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
-}
-"""Argument → where DeepSpeed's file has it."""
 _READERS: dict[str, Callable[[str], Any]] = {
     "gradient_accumulation_steps": lambda text: int(text) if text.isdecimal() else text,
     "gradient_clipping": lambda text: text if text == AUTO else float(text),
@@ -48,7 +43,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 }
 """Of the variables that do not hold text."""
 _VARIABLES = {
-    **{argument: f"ACCELERATE_DEEPSPEED_{argument.upper()}" for argument in _KEYS},
+    **{argument: f"ACCELERATE_DEEPSPEED_{argument.upper()}" for argument in ARGUMENT_KEYS},
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
     "hf_ds_config": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
@@ -117,18 +112,18 @@ class DeepSpeedPlugin(Settings):
                 "Accelerator(mixed_precision='fp8') instead, which works under ZeRO too."
             )
         # An argument that contradicts the file is a mistake; a variable fills in what it leaves.
-        given = {argument for argument in _KEYS if getattr(self, argument) is not None}
+        given = {argument for argument in ARGUMENT_KEYS if getattr(self, argument) is not None}
         self._read_variables()
         settings = _read_config(self.hf_ds_config)
         if settings is None:
             settings = {ZERO: {"stage": 2 if self.zero_stage is None else self.zero_stage}}
-        refuse_mistakes(filter(None, [self._merge(settings, one, given) for one in _KEYS]))
+        refuse_mistakes(filter(None, [self._merge(settings, one, given) for one in ARGUMENT_KEYS]))
         # DeepSpeed refuses a configuration without batch sizes; `prepare` fills in "auto".
         for key in (*BATCH_SIZES, "gradient_clipping"):
             settings.setdefault(key, AUTO)
         self.take_configuration(settings)
         # Code written for Accelerate reads these attributes: they must say what is in force.
-        for argument, key in _KEYS.items():
+        for argument, key in ARGUMENT_KEYS.items():
             setattr(self, argument, self.get_value(key, getattr(self, argument)))
         self.zero_stage = self.zero_stage or 0  # DeepSpeed's default
         if self.zero3_init_flag is None:
@@ -230,13 +225,11 @@ class DeepSpeedPlugin(Settings):
         The section is `config`, and `prefix` its name with a dot at the end.
         """
         found = [] if mismatches is None else mismatches
+        section = self.deepspeed_config if config is None else config
         # A list, because filling in changes the dictionary.
-        for key, value in list((self.deepspeed_config if config is None else config).items()):
-            if isinstance(value, dict):
-                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
-            else:
-                self.fill_match(f"{prefix}{key}", found, must_match, **kwargs)
-        # Only the outermost call raises, so that one error names the mismatches of all sections.
+        for key, _ in list(dotted_items(section, prefix)):
+            self.fill_match(key, found, must_match, **kwargs)
+        # A section's mismatches are left to the caller, so that one error can name those of all.
         if found and not prefix:
             raise ConfigError(
                 f"The DeepSpeed configuration contradicts the code: {shown(found)}. Write "
@@ -284,7 +277,7 @@ class DeepSpeedPlugin(Settings):
     def _merge(self, settings: dict[str, Any], argument: str, given: set[str]) -> str:
         """Put an argument where the file has ``"auto"`` or nothing; the mistake where it cannot."""
         value = getattr(self, argument)
-        key = _KEYS[argument]
+        key = ARGUMENT_KEYS[argument]
         section = value_at(settings, key.rpartition(".")[0], {}) if "." in key else settings
         # A section that is none is a mistake, which the check tells.
         if value in (None, "none") or not isinstance(section, dict):
@@ -319,13 +312,13 @@ class ConfigQueries:
         return self.get_value(ds_key_long) is not None and not self.get_value(ds_key_long)
 
     def is_zero2(self) -> bool:
-        return bool(self.get_value(_KEYS["zero_stage"]) == 2)
+        return bool(self.get_value(ARGUMENT_KEYS["zero_stage"]) == 2)
 
     def is_zero3(self) -> bool:
-        return bool(self.get_value(_KEYS["zero_stage"]) == 3)
+        return bool(self.get_value(ARGUMENT_KEYS["zero_stage"]) == 3)
 
     def is_offload(self) -> bool:
-        keys = (_KEYS["offload_optimizer_device"], _KEYS["offload_param_device"])
+        keys = (ARGUMENT_KEYS["offload_optimizer_device"], ARGUMENT_KEYS["offload_param_device"])
         is_away = any(self.get_value(key) in ("cpu", "nvme") for key in keys)
         return is_away and (self.is_zero2() or self.is_zero3())
 

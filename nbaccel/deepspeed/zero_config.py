@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, Strict, ValidationError
+from pydantic import ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import given_values, text_forms
 from nbaccel.config.deepspeed_document import DOCUMENT_NAME, SECTION_RULES
-from nbaccel.config.field_rules import FieldMistake, FieldRule, explain_mistakes, mistakes_in
-from nbaccel.config.given_values import numbers_read, plain_value, read_number, shown, value_at
+from nbaccel.config.field_rules import FieldMistake, FieldRule, mistakes_in
+from nbaccel.config.given_values import dotted_items, numbers_read, read_number, shown, value_at
+from nbaccel.config.text_forms import json_like
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,27 +39,16 @@ _OWN_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 
 
 def _number_or_auto(value: Any) -> Any:
-    return value if isinstance(value, str) and value == AUTO else numbers_read(read_number(value))
+    return numbers_read(read_number(value))
 
 
 def _read_word(value: Any) -> Any:
-    value = plain_value(value)
     return value.strip().lower() if isinstance(value, str) else value
 
 
 def _read_truth(value: Any) -> Any:
     word = _read_word(value)
-    return word == "true" if word in ("true", "false") else plain_value(value)
-
-
-def _read_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else plain_value(value)
-
-
-def _read_table(value: Any) -> Any:
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} holds no keys and values")
-    return text_forms.json_like(value)
+    return word == "true" if word in ("true", "false") else value
 
 
 def _rule(kind: str, read: Callable[[Any], Any], must: str, do: str) -> FieldRule:
@@ -86,13 +75,13 @@ Truth = Annotated[
 ]
 Text = Annotated[
     Annotated[str, Field(min_length=1)] | None,
-    _rule("text", _read_text, "text that is not empty", "Write it in quotes"),
+    _rule("text", given_values.read_path, "text that is not empty", "Write it in quotes"),
 ]
 _TABLE_RULE = _rule(
-    "table", _read_table, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}'
+    "table", json_like, "a mapping of names to JSON values", 'Write for example {"lr": 0.001}'
 )
 Params = Annotated[
-    dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(_read_table(value)))
+    dict[str, Any] | None, replace(_TABLE_RULE, read=lambda value: numbers_read(json_like(value)))
 ]
 DeviceField = Annotated[
     Literal["none", "cpu", "nvme", "auto"] | None,
@@ -114,9 +103,7 @@ def _holds(section: type[Section], short_key: str = "") -> FieldRule:
     """The rule of a field that holds a section, for which a word may be short."""
 
     def read(value: Any) -> Any:
-        if isinstance(value, str) and short_key:
-            return section.model_validate({short_key: value})
-        return section(**value) if isinstance(value, Mapping) else value
+        return {short_key: value} if isinstance(value, str) and short_key else value
 
     do = f"Give a mapping with some of its keys: {', '.join(section.model_fields)}"
     return FieldRule(read=read, must="a section", do=do)
@@ -137,30 +124,14 @@ class Section(text_forms.Plain):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    if not TYPE_CHECKING:  # a type checker must see the fields as keywords, not **settings
-
-        def __init__(self, **settings: Any) -> None:
-            try:
-                super().__init__(**settings)
-            except ValidationError as error:
-                remedy = "Give keys that only DeepSpeed knows in `extra`."
-                mistakes = explain_mistakes(type(self), error, settings, unknown_remedy=remedy)
-                raise ConfigError(*mistakes) from error
+    unknown_remedy = "Give keys that only DeepSpeed knows in `extra`."
 
     def named(self) -> dict[str, Any]:
         """The keys that are not left to DeepSpeed, as plain values."""
-        return {
-            key: value.named() if isinstance(value, Section) else copy.deepcopy(value)
-            for key, value in self
-            if value is not None and key != _EXTRA_FIELD
-        }
+        return self.model_dump(exclude_none=True, exclude={_EXTRA_FIELD})
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         return ((key, value) for key, value in self if value is not None and value != {})
-
-    def __hash__(self) -> int:
-        # Sections hold lists and dictionaries, by which pydantic's own hash would fail.
-        return hash(json.dumps(self.named(), sort_keys=True))
 
 
 def _split(
@@ -396,14 +367,10 @@ def todays_settings(
     return old_forms(load_settings(config))
 
 
-def auto_keys(settings: Mapping[str, Any], section_path: str = "") -> Iterator[str]:
+def auto_keys(settings: Mapping[str, Any]) -> list[str]:
     """The keys whose value is ``"auto"``, except where DeepSpeed itself defines that value."""
-    for key, value in settings.items():
-        path = f"{section_path}{key}"
-        if isinstance(value, Mapping):
-            yield from auto_keys(value, f"{path}.")
-        elif isinstance(value, str) and value == AUTO and path not in _OWN_AUTO:
-            yield path
+    texts = ((key, value) for key, value in dotted_items(settings) if isinstance(value, str))
+    return [key for key, text in texts if text == AUTO and key not in _OWN_AUTO]
 
 
 _RENAMED_IN_ZERO = {

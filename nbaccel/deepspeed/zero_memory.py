@@ -52,7 +52,7 @@ _COUNTED_KEYS = (
     *("optimizer.type", "optimizer.params.torch_adam"),
 )
 """What memory depends on: a mistake or an "auto" elsewhere stops no estimate."""
-_BATCH_KEY = "train_micro_batch_size_per_gpu"
+BATCH_KEY = "train_micro_batch_size_per_gpu"
 _NUM_STATES = {"adagrad": 1, "lion": 1, "muon": 1, "sgd": 0}
 """States of each parameter, by the optimizer's name in lower case; two for those of Adam's kind."""
 _BYTES_OF_FORMAT = {"fp32": 4, "fp16": 2, "bf16": 2, "bfp16": 2}
@@ -226,7 +226,8 @@ def _stage_3(settings: CountedSettings, shape: Shape, world_size: int, on_cpu: b
     bucket_size = min(zero["reduce_bucket_size"], shape.trainable)
     reserved = bucket_size if on_cpu or not shape.trainable else zero["reduce_bucket_size"]
     # Tensors that are too small to be worth it stay whole, beside their parts.
-    whole = shape.at_most(zero["stage3_param_persistence_threshold"])
+    threshold = zero["stage3_param_persistence_threshold"]
+    whole = sum(size for size in shape.sizes if size <= threshold)
     device = Bytes(buckets=weight_bytes * (reserved * zero["contiguous_gradients"] + whole))
     host = Bytes()
     nvme = Bytes()
@@ -317,7 +318,7 @@ def estimate_memory(
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
         activation_bytes = _measured(
-            model_or_shape, sample_batch, given.get(_BATCH_KEY), precision, gradient_checkpointing
+            model_or_shape, sample_batch, given.get(BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
     if formats is not None:

@@ -18,6 +18,7 @@ from nbaccel.base.errors import ConfigError, PortTaken, StartupFailed
 from nbaccel.base.processes import uninterrupted
 from nbaccel.base.units import count_noun, first_few
 from nbaccel.config import RunConfig
+from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.hosts.node_actor import own_versions
 from nbaccel.hosts.ray_host import error_line
 from nbaccel.plan import Plan, registry, resolve
@@ -183,8 +184,7 @@ def _named_devices(
         seen_inventories[host.name], mistake = with_named_gpus(inventories[host.name], setting)
         if mistake:
             mistakes.append(f"host {host.name}: {mistake}")
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     return seen_inventories
 
 
@@ -192,14 +192,12 @@ def _same_device(inventories: Mapping[str, Inventory], config: RunConfig) -> str
     """The device that all hosts compute on."""
     devices = {name: resolve(config, inventory).device for name, inventory in inventories.items()}
     first_name, first_device = next(iter(devices.items()))
-    mistakes = [
+    refuse_mistakes(
         f"host {name} computes on {device}, and host {first_name} on {first_device}: ranks of one "
         "launch need the same kind of device. Give device=..., or leave one host out."
         for name, device in devices.items()
         if device != first_device
-    ]
-    if mistakes:
-        raise ConfigError(*mistakes)
+    )
     return first_device
 
 
@@ -241,8 +239,7 @@ def _share_out(
             f"num_processes={num_wanted} on hosts with {count_noun(num_places, 'place')} "
             f"({text}): some workers would have nowhere to run. Ask for fewer, or add hosts."
         )
-    if mistakes:
-        raise ConfigError(*mistakes)
+    refuse_mistakes(mistakes)
     shares = []
     workers_left = num_places if num_wanted is None else num_wanted
     for host in hosts:

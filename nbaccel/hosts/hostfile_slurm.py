@@ -93,7 +93,7 @@ class HostfileEngine(Engine):
             for host in hosts
             if not host.is_here
         }
-        return own_cluster.OwnCluster(self.name, hosts, commands, env.snapshot())
+        return own_cluster.OwnCluster(hosts, commands, env.snapshot())
 
 
 def _ssh_command() -> list[str]:
@@ -208,7 +208,7 @@ class SlurmEngine(Engine):
             del environment[name]
         command = own_cluster.host_command()
         commands = {host.name: [*srun_words([host.name]), *command] for host in hosts}
-        return own_cluster.OwnCluster(self.name, hosts, commands, environment)
+        return own_cluster.OwnCluster(hosts, commands, environment)
 
 
 def srun_words(names: Sequence[str]) -> list[str]:

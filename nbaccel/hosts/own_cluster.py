@@ -256,7 +256,6 @@ class OwnCluster(NodeCrew):
 
     def __init__(
         self,
-        engine: str,
         hosts: Sequence[Host],
         commands: Mapping[str, Sequence[str]],
         environment: Mapping[str, str],
@@ -264,8 +263,6 @@ class OwnCluster(NodeCrew):
         """Start what is not there of it; `commands` has what runs `ray_host`, by a host's name."""
         from nbaccel.hosts.node_actor import start_actor
 
-        if reason := unready_reason(engine):
-            raise ConfigError(reason)
         addresses = _addresses_of(hosts)
         is_first = not _clusters
         if is_first:

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.trees import find_batch_size, leaves, map_tensors
 from nbaccel.base.units import format_bytes
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.strategies.model_blocks import enable_gradient_checkpointing
@@ -62,8 +63,7 @@ class LiveBytes(_Mode):  # type: ignore[misc]
             # Two of three calls with fake tensors, and nothing is made by them.
             return args[0].device
         result = func(*args, **(kwargs or {}))
-        made_tensors = (result,) if isinstance(result, torch.Tensor) else _tensors(result)
-        for tensor in made_tensors:
+        for tensor in _tensors(result):
             # Sparse tensors have no storage of their own to count.
             if tensor.layout is torch.strided:
                 self._count(tensor)
@@ -97,29 +97,16 @@ def storage_key(tensor: torch.Tensor) -> int:
     return torch_private.storage_id(tensor.untyped_storage())
 
 
-def mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch of the same form with each tensor changed."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: mapped(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(value, change) for value in batch)
-    return batch
-
-
 def num_samples(batch: Any) -> int:
     """How many samples a batch has."""
-    counts = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
-    if not counts:
+    count = find_batch_size(batch)
+    if count is None:
         raise ConfigError(
             f"sample_batch is a {type(batch).__name__} without tensors: nothing can be measured "
             "with it. Give what your loader gives: a tensor, or a dict or tuple of tensors whose "
             "first dimension counts samples."
         )
-    return int(counts[0])
+    return count
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -132,7 +119,7 @@ def resized(batch: Any, samples: int) -> Any:
         num_repeats = -(-samples // present_samples)
         return tensor.repeat(num_repeats, *[1] * (tensor.dim() - 1))[:samples].clone()
 
-    return mapped(batch, change)
+    return map_tensors(change, batch)
 
 
 def call(model: Callable[..., Any], batch: Any, *, module: nn.Module | None = None) -> Any:
@@ -158,12 +145,10 @@ def loss_of(output: Any) -> torch.Tensor:
     return torch.stack(parts).sum()
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    mapped(batch, tensors.append)
-    if not tensors and not isinstance(batch, (Mapping, list, tuple)):  # an output of some class
-        mapped(vars(batch) if hasattr(batch, "__dict__") else None, tensors.append)
-    return iter(tensors)
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if not isinstance(output, (torch.Tensor, Mapping, list, tuple)):  # of some class
+        output = getattr(output, "__dict__", {})
+    return [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _most_arguments(model: Any) -> int | None:
@@ -204,13 +189,17 @@ def measure_activations(
         try:
             with fake:
                 twin = _fake_copy(model, dtype)
-                batch = mapped(sample_batch, lambda t: torch.empty(t.shape, dtype=_as(t, dtype)))
+                batch = map_tensors(
+                    lambda tensor: torch.empty(tensor.shape, dtype=_as(tensor, dtype)), sample_batch
+                )
                 return _run(twin, batch, gradient_checkpointing)
         except Exception as error:  # the model's own code may need values, and fail in any way
             _check_small(model, error)
         # A copy, because hooks are added and gradients computed.
         real = copy.deepcopy(model).to(dtype=dtype)
-        batch = mapped(sample_batch, lambda t: t.detach().to(dtype=_as(t, dtype), copy=True))
+        batch = map_tensors(
+            lambda tensor: tensor.detach().to(dtype=_as(tensor, dtype), copy=True), sample_batch
+        )
         try:
             return _run(real, batch, gradient_checkpointing)
         except ConfigError:
@@ -244,7 +233,7 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activatio
         return tensor
 
     with LiveBytes(tensors) as live:
-        mapped(batch, lambda tensor: live.adopt([tensor]))  # it is on the device, too
+        live.adopt(_tensors(batch))  # it is on the device, too
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(call(twin, batch))
         num_saved = sum(storage.nbytes() for storage in saved.values())

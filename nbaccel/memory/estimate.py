@@ -28,10 +28,6 @@ class Shape:
     trainable: int
     sizes: tuple[int, ...] = ()  # elements of each parameter; empty where only the sums are known
 
-    def at_most(self, threshold: int) -> int:
-        """How many parameters are in tensors of at most so many elements."""
-        return sum(size for size in self.sizes if size <= threshold)
-
 
 def measure(model: nn.Module, *, trains: bool = True) -> Shape:
     """Count a model."""

@@ -91,7 +91,5 @@ SettingsForm: TypeAlias = Any
 """The choices of one strategy: an object of the class that its row names, as `DeepSpeedForm`."""
 
 
-@cache
-def settings_forms() -> tuple[SettingsForm, ...]:
-    """The forms of the strategies that have settings of their own."""
-    return registry.settings_forms()
+settings_forms = cache(registry.settings_forms)
+"""The forms of the strategies that have settings of their own, each made once."""

@@ -60,11 +60,6 @@ class Candidate:
     reason: str = ""  # why it is the best, or what it costs beside the best: a clause
 
     @property
-    def precision(self) -> str:
-        """The precision that it is in: ``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return self.config.mixed_precision
-
-    @property
     def fits(self) -> bool | None:
         """Whether the machine has the memory; None where nothing is known."""
         return None if self.need is None else not self.need.lacking
@@ -243,7 +238,7 @@ def _best_reason(best: Candidate, num_fitting: int) -> str:
     reason += "nothing else fits" if num_fitting == 1 else "usually the fastest that fits"
     if best.config.activation_checkpointing:
         reason += "; activations are computed again"
-    if precision_row(best.precision).has_backends:
+    if precision_row(best.config.mixed_precision).has_backends:
         reason += f"; {_CAUTION}"
     return reason
 

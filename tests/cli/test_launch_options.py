@@ -12,17 +12,18 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from nbaccel.cli import main
-from nbaccel.cli.launch_options import PEER_OPTIONS, setting_flags
+from nbaccel.cli.launch_options import PEER_OPTIONS
 from nbaccel.cli.launch_request import LaunchRequest, SettingsFile, read_launch_request
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.errors import ConfigError
+from nbaccel.notebook.magic_line import setting_options
 from tests.needs import HAS_DEEPSPEED_ROW
 from tests.programs import run_program
 
 KNOWN_FLAGS = {
     *("--config-file", "--module", "--no-python", "--debug", "--quiet", "--help", "-h", "-m", "-q"),
     *(flag for option in PEER_OPTIONS for flag in option.flags),
-    *setting_flags(),
+    *(flag for option in setting_options() for flag in (*option.flags, option.negative)),
 }
 # `deepspeed` has it beside --num-gpus in newer versions.
 NEWER_FLAGS = {"--num-accelerators"}

@@ -18,7 +18,6 @@ from nbaccel.memory.activations import (
     LiveBytes,
     call,
     loss_of,
-    mapped,
     measure_activations,
     num_samples,
     resized,
@@ -220,7 +219,7 @@ def test_a_batch_is_cut_and_repeated_along_its_samples_and_keeps_its_form():
     assert isinstance(found, Pair)
     assert found.targets[1][0].shape == (2,)
     assert found.targets[1][1] is None
-    assert mapped(UserDict(a=torch.ones(1)), lambda t: t + 1)["a"].item() == 2
+    assert resized(UserDict(a=torch.ones(1)), 2)["a"].tolist() == [1, 1]
     whole = torch.ones(1000)
     assert resized(whole, 2).untyped_storage().nbytes() == 8
     with pytest.raises(ConfigError, match=r"is a dict without tensors.*what your loader gives"):
