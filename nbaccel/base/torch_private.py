@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import pkgutil
 import sys
 import warnings
 import weakref
@@ -59,14 +60,12 @@ def _check_names() -> None:
 
 
 def _exists(name: str) -> bool:
-    parts = name.split(".")
-    # torch.distributed.rendezvous, as an attribute, is a function that hides its module.
-    depth = max(n for n in range(1, len(parts)) if ".".join(parts[:n]) in sys.modules)
-    found: Any = sys.modules[".".join(parts[:depth])]
-    for part in parts[depth:]:
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
+    try:
+        # Imported as far as it can be: torch.distributed.rendezvous, as an attribute, is a function
+        # that hides its module.
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True
 
 

@@ -607,11 +607,15 @@ class Console:
         label = self._prefix(ranks).rstrip()
         if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
             self._write("stdout", label + "\n")
-        if self._place is not None and not item.clears:
-            self._place.hold()
-        publish.show_message(item.message)
-        if self._place is not None and item.clears:
-            self._place.note_cleared()
+        match item.message:
+            case messaging.ClearOutput(wait):
+                publish.clear(wait_for_new=wait)
+                if self._place is not None:
+                    self._place.note_cleared()
+            case messaging.Display(content):
+                if self._place is not None:
+                    self._place.hold()
+                publish.publish_display(content)
 
     def _write(self, stream: str, text: str) -> None:
         if self._place is not None and not self._is_over:

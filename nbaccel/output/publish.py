@@ -23,17 +23,6 @@ from nbaccel.base.units import count_noun, number_ranges
 _RENDER_METHOD = "_render_traceback_"
 
 
-def show_message(message: Any) -> None:
-    """Show or clear output as a worker requested."""
-    # Here because it imports numpy, which whoever made the message has loaded anyway.
-    from nbaccel.workers import messaging
-
-    if isinstance(message, messaging.ClearOutput):
-        clear(wait_for_new=message.wait)
-    elif isinstance(message, messaging.Display):
-        publish_display(message.content)
-
-
 def publish_display(content: Mapping[str, Any]) -> None:
     """Publish rich output in the current cell; outside IPython, print its text form."""
     shell = frames.running_shell()
