@@ -322,13 +322,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     untyped._execution_engine.queue_callback(callback)
 
 
-def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
-    """Replace all tensors that are nested in containers."""
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, replacement, tree)
-
-
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:
     """Let `DistributedDataParallel` leave parameters of a module alone."""
     ddp: Any = nn.parallel.DistributedDataParallel

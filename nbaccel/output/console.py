@@ -524,10 +524,9 @@ class Console:
         bar, stream = self._bar()
         if not entries and not has_gap and bar == self._drawn:
             return
-        self._erase(
-            # Without new lines the bar is overwritten in place, with no blank line in between.
-            keep_bar=bar if not (entries or has_gap) and stream == self._drawn_on else ""
-        )
+        # Without new lines the bar is overwritten in place, with no blank line in between.
+        if entries or has_gap or not bar or stream != self._drawn_on:
+            self._erase()
         if has_gap:
             names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
             lines = sum(self._dropped.values())
@@ -583,8 +582,8 @@ class Console:
         rank, stream, text = lowest
         return self._prefix([rank]) + text, "stdout" if self._own_stream == "stdout" else stream
 
-    def _erase(self, keep_bar: str = "") -> None:
-        if self._drawn and not keep_bar:
+    def _erase(self) -> None:
+        if self._drawn:
             self._write(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
             self._drawn = ""
 

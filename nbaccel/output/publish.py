@@ -128,13 +128,9 @@ class CellPlace:
         self.is_widget = self.is_there and ipython_private.is_in_output_widget(
             getattr(frames.running_shell(), "kernel", None)
         )
+        self.display_id = uuid.uuid4().hex  # what the front end knows the output by
         self._content = _EMPTY_CONTENT
         self._stands = False
-
-    @functools.cached_property
-    def display_id(self) -> str:
-        """What the front end knows the output by."""
-        return uuid.uuid4().hex
 
     def hold(self) -> None:
         """Keep the place, because something is about to be shown below it. Cheap to call often."""
