@@ -121,17 +121,10 @@ def create_in_default_group(join: Callable[[], None]) -> None:
     c10d._get_default_group = joined_default_group
 
 
-def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+def watch_new_groups(around: contextlib.ContextDecorator) -> None:
     """Create every further process group inside a context."""
     c10d = dist.distributed_c10d
-    create_group = c10d._new_process_group_helper
-
-    @functools.wraps(create_group)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return create_group(*args, **kwargs)
-
-    c10d._new_process_group_helper = watched
+    c10d._new_process_group_helper = around(c10d._new_process_group_helper)
 
 
 def replace_rendezvous_store(create_store: Callable[..., Any]) -> None:

@@ -550,9 +550,7 @@ class Console:
         if self._pace.stage is _ENDING:
             for rank in self._ranks:
                 self._shorten(rank)
-        room = math.inf
-        if not is_final:
-            room = self._pace.room(current_time, has_gaps=bool(self._dropped))
+        room = math.inf if is_final else self._pace.room(current_time, has_gaps=bool(self._dropped))
         entries: list[_ShownEntry] = []
         num_chars = 0
         while num_chars < room and (items := next(due, None)):
