@@ -172,6 +172,9 @@ class _WatchedRunEnd(BaseException):
 
     make_report: Callable[[], Any] | None = None  # makes its report; None where nothing was watched
 
+    def _render_traceback_(self) -> list[str]:
+        return render_failure(self)
+
     def report(self) -> Any:
         """What the run can tell of itself up to here, as `results.report()` does of a whole one.
 
@@ -196,9 +199,6 @@ class WorkerFailed(_WatchedRunEnd, NbaccelError, RuntimeError):
         self.failure = failure
         self.failures = tuple(failures)
 
-    def _render_traceback_(self) -> list[str]:
-        return render_failure(self)
-
 
 class WorkerDied(WorkerFailed):
     """A worker was killed by a signal, or left without handing over a result."""
@@ -221,9 +221,6 @@ class LaunchInterrupted(_WatchedRunEnd, KeyboardInterrupt):
     """
 
     results: Any = None
-
-    def _render_traceback_(self) -> list[str]:
-        return render_failure(self)
 
 
 # A kernel sends its clients the name of the class, and they recognise an interrupt by this one.

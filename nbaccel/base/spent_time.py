@@ -9,6 +9,7 @@ Only a worker that reports to a notebook keeps an account (`open_account`), of o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -115,7 +116,7 @@ _process_account: TimeAccount | None = None
 _exchange_sources: list[ExchangeSource] = []  # also from before the present account
 
 
-class _TimedBlock:
+class _TimedBlock(contextlib.ContextDecorator):
     """A context whose time is counted; one object serves all uses, nested ones too."""
 
     __slots__ = ("_kind",)

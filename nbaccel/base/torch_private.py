@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import pkgutil
 import sys
 import warnings
 import weakref
@@ -59,14 +60,12 @@ def _check_names() -> None:
 
 
 def _exists(name: str) -> bool:
-    parts = name.split(".")
-    # torch.distributed.rendezvous, as an attribute, is a function that hides its module.
-    depth = max(n for n in range(1, len(parts)) if ".".join(parts[:n]) in sys.modules)
-    found: Any = sys.modules[".".join(parts[:depth])]
-    for part in parts[depth:]:
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
+    try:
+        # Imported as far as it can be: torch.distributed.rendezvous, as an attribute, is a function
+        # that hides its module.
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True
 
 
@@ -122,17 +121,10 @@ def create_in_default_group(join: Callable[[], None]) -> None:
     c10d._get_default_group = joined_default_group
 
 
-def watch_new_groups(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+def watch_new_groups(around: contextlib.ContextDecorator) -> None:
     """Create every further process group inside a context."""
     c10d = dist.distributed_c10d
-    create_group = c10d._new_process_group_helper
-
-    @functools.wraps(create_group)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return create_group(*args, **kwargs)
-
-    c10d._new_process_group_helper = watched
+    c10d._new_process_group_helper = around(c10d._new_process_group_helper)
 
 
 def replace_rendezvous_store(create_store: Callable[..., Any]) -> None:
@@ -321,13 +313,6 @@ def after_backward(callback: Callable[[], None]) -> None:
     """Let a function be called when the backward pass that is running is through."""
     untyped: Any = torch.autograd.Variable
     untyped._execution_engine.queue_callback(callback)
-
-
-def replace_tensors(tree: Any, replacement: Callable[[torch.Tensor], Any]) -> Any:
-    """Replace all tensors that are nested in containers."""
-    from torch.utils._pytree import tree_map_only
-
-    return tree_map_only(torch.Tensor, replacement, tree)
 
 
 def exclude_from_ddp(module: nn.Module, parameter_names: list[str]) -> None:

@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,16 +22,36 @@ from nbaccel.base.units import count_noun
 
 PatchModule = Callable[[ModuleType], None]
 _AroundTraining = Callable[[], AbstractContextManager[None]]
+_Hook = Callable[..., Any]  # what is called in place of a method, which is its first argument
 
 
 def enter_worker(rank: int, around_training: _AroundTraining) -> None:
     """Let all of them work in this worker; `around_training` is entered while a Trainer trains."""
-    patch_module("accelerate.accelerator", _patch_preparing)
-    patch_module("transformers.trainer", functools.partial(_patch_trainer, around=around_training))
+    # Lets this worker prepare what has the mark of the notebook's `prepare`, too.
+    prepare = functools.partial(_prepare, weakref.WeakSet[Any]())
+    preparing = {"prepare_model": prepare, "prepare_data_loader": prepare}
+    _wrap_methods("accelerate.accelerator", "Accelerator", preparing)
+    evaluate = functools.partial(_adopt, nullcontext)
+    training = {"train": functools.partial(_adopt, around_training)}
+    training |= {"evaluate": evaluate, "predict": evaluate}
+    _wrap_methods("transformers.trainer", "Trainer", training)
+    guarded = {"__init__": _mark, **dict.fromkeys(("fit", "validate", "test", "predict"), _guard)}
     # One package under two names; each has a class `Trainer` of its own.
     for name in ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"):
-        patch_module(name, _guard_trainer)
+        _wrap_methods(name, "Trainer", guarded)
     _tell_lightning(rank)
+
+
+def _wrap_methods(module_name: str, class_name: str, hooks: Mapping[str, _Hook]) -> None:
+    """Let hooks make the calls of a class's methods that this version of the library has."""
+
+    def wrap(module: ModuleType) -> None:
+        owner = getattr(module, class_name)
+        for name, hook in hooks.items():
+            if (method := getattr(owner, name, None)) is not None:
+                setattr(owner, name, hooked(method, hook))
+
+    patch_module(module_name, wrap)
 
 
 def patch_module(module_name: str, patch: PatchModule) -> None:
@@ -111,12 +131,6 @@ def forget_accelerate() -> None:
         reset(*arguments)
 
 
-def _patch_preparing(module: ModuleType) -> None:
-    """Let this worker prepare what has the mark of the notebook's `prepare`, too."""
-    for name in ("prepare_model", "prepare_data_loader"):
-        _wrap_method(module.Accelerator, name, functools.partial(_prepare, weakref.WeakSet[Any]()))
-
-
 def _prepare(
     prepared_here: weakref.WeakSet[Any],
     method: Callable[..., Any],
@@ -130,12 +144,6 @@ def _prepare(
     prepared = method(accelerator, given, *args, **kwargs)
     prepared_here.add(prepared)
     return prepared
-
-
-def _wrap_method(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Let `around` make the calls of a method, where this version of the library has it."""
-    if (method := getattr(owner, name, None)) is not None:
-        setattr(owner, name, hooked(method, around))
 
 
 def hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Any:
@@ -156,12 +164,6 @@ def is_sharding_new_models() -> bool:
     """Whether transformers now cuts models while it builds them (ZeRO-3)."""
     module = sys.modules.get("transformers.integrations.deepspeed")
     return module is not None and bool(module.is_deepspeed_zero3_enabled())
-
-
-def _patch_trainer(module: ModuleType, around: _AroundTraining) -> None:
-    for name in ("train", "evaluate", "predict"):
-        context = around if name == "train" else nullcontext
-        _wrap_method(module.Trainer, name, functools.partial(_adopt, context))
 
 
 def _adopt(
@@ -204,13 +206,6 @@ def _rebuild_accelerator(trainer: Any) -> None:
 # one process trained alone in each, and one with `ddp_notebook` waited for ever.
 
 _BUILT_IN = "_nbaccel_built_in_process"
-
-
-def _guard_trainer(trainer_module: ModuleType) -> None:
-    trainer_class = trainer_module.Trainer
-    _wrap_method(trainer_class, "__init__", _mark)
-    for name in ("fit", "validate", "test", "predict"):
-        _wrap_method(trainer_class, name, _guard)
 
 
 def _mark(constructor: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 
 from nbaccel.base.spent_time import SpentTime
 
@@ -24,10 +25,8 @@ class MetricHistory:
         self.first_point: Point | None = None
         self.last_point: Point | None = None
 
-    def add(self, value: float, step: float | None = None) -> None:
+    def add(self, value: float, step: float) -> None:
         """Take in the next value."""
-        if step is None:
-            step = 0.0 if self.last_point is None else self.last_point[0] + 1
         self.last_point = (step, value)
         self.first_point = self.first_point or self.last_point
         if self._num_values % self._values_each == 0:
@@ -49,11 +48,6 @@ class MetricHistory:
             self._values_each *= 2
 
     @property
-    def first(self) -> float | None:
-        """The first value of all."""
-        return None if self.first_point is None else self.first_point[1]
-
-    @property
     def last(self) -> float | None:
         """The latest value."""
         return None if self.last_point is None else self.last_point[1]
@@ -67,10 +61,6 @@ class MetricHistory:
         end = [self.last_point] if points[-1] is not self.last_point else []
         return [*begin, *points, *end]
 
-    def values(self) -> list[float]:
-        """The values of `points`."""
-        return [value for _, value in self.points()]
-
 
 def _extremes(points: list[Point]) -> list[Point]:
     """The lowest and the highest point of a stretch, and one that is no number, in their order."""
@@ -79,12 +69,8 @@ def _extremes(points: list[Point]) -> list[Point]:
     finite = [point for point in points if math.isfinite(point[1])]
     kept = [point for point in points if not math.isfinite(point[1])][:1]
     if finite:
-        kept += {min(finite, key=_value_of), max(finite, key=_value_of)}
+        kept += {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
     return sorted(kept, key=points.index)
-
-
-def _value_of(point: Point) -> float:
-    return point[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,8 +193,7 @@ def task_error(
         for name, reason in unsendable.items()
         if name in missing
     ]
-    closing_lines = "\n".join([*lines, _what_is_left(result)])
-    return call_error(result, plan, closing_lines=closing_lines)
+    return call_error(result, plan, closing_lines="\n".join([*lines, _what_is_left(result)]))
 
 
 def _what_is_left(result: CallResult) -> str:

@@ -103,7 +103,7 @@ class CellWorker:
                 rendezvous.begin_task(task.number, task.resting)
             with memfd.closing_files(*fds):
                 shown = self._do(task.body, fds)
-            # `report` and `Work` ignore interrupts while they hand over.
+            # `report` and `run_job` ignore interrupts while they hand over.
             signal.signal(signal.SIGINT, self._on_interrupt)
             is_cell = getattr(task.body, "method", "") == "run_cell"
             ran_code = is_cell or isinstance(task.body, messaging.Job)
@@ -143,7 +143,7 @@ class CellWorker:
         self._context.begin_reports(self._channel)
         self._busy = True
         self._stop = step_stop.AgreedStop(self._channel, listens=False)
-        worker.Work(self._channel, self._context, job, fds, self._stop).run()
+        worker.run_job(self._channel, self._context, job, fds, self._stop)
 
     def run_cell(
         self,

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.trees import map_leaves
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
@@ -68,7 +69,7 @@ class ProcessGroups:
         rendezvous.join_store(self._place, self._next_name)
         reattach_models(lambda group: any(group is left for left in self._left_defaults))
         torch_private.create_in_default_group(self.join)
-        torch_private.watch_new_groups(self._noting_sockets)
+        torch_private.watch_new_groups(self._noting_sockets())
         c10d = dist.distributed_c10d
         torch_init_process_group = c10d.init_process_group
         torch_destroy_process_group = c10d.destroy_process_group
@@ -301,7 +302,7 @@ def _even_out(module: nn.Module) -> bool:
     optimizers = _optimizers_of(module)
     facts: list[Any] = [None] * dist.get_world_size()
     # Facts instead of states, which are as large as the model or larger.
-    dist.all_gather_object(facts, [_comparable(o.state_dict()) for o in optimizers])
+    dist.all_gather_object(facts, [map_leaves(_comparable, o.state_dict()) for o in optimizers])
     if all(fact == facts[0] for fact in facts):
         return True
     if len({len(fact) for fact in facts}) > 1:
@@ -337,13 +338,7 @@ def _optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def _comparable(value: Any) -> Any:
-    """What is equal where two optimizers would step alike."""
+    """What is equal where two optimizers would step alike, of a value in their states."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), tensor_fingerprint(value)
-    if isinstance(value, dict):
-        return {key: _comparable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(inner) for inner in value]
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    return type(value).__name__
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

@@ -61,8 +61,7 @@ def status_table(
         )
     workers = plan.headline() if rows else f"The next cell starts {plan.headline()}"
     left_out = template_for(plan.device).left_out_text()
-    headline = f"{state.name.lower()}{told}. {workers} {left_out}".rstrip()
-    return StatusTable(rows, headline=headline)
+    return StatusTable(rows, f"{state.name.lower()}{told}. {workers} {left_out}".rstrip())
 
 
 @dataclass(frozen=True, repr=False)

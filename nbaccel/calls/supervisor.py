@@ -221,8 +221,7 @@ class Supervisor:
             # Interrupts are handled meanwhile.
             while self.console.is_behind:
                 self._receive(self.console.due_in())
-        has_progress = self._show is not None and self._show.has_progress
-        self.console.show_last(has_summary=has_progress)
+        self.console.show_last(has_summary=self._show is not None and self._show.has_progress)
 
     def _send_tasks(self) -> None:
         """Send the tasks: the workers are at work while the rest is made ready to hear them."""

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from nbaccel.base import frames, mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, TrainingDiverged
+from nbaccel.base.trees import map_tensors
 from nbaccel.deepspeed import library, local_shards
 from nbaccel.deepspeed.environment import destroy
 from nbaccel.deepspeed.local_shards import Claim, take_back, unhook
@@ -112,7 +113,7 @@ def _convert_inputs(engine: Any) -> None:
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Inputs may be nested, such as a dictionary of tensors.
-        return torch_private.replace_tensors((args, kwargs), cast)
+        return map_tensors(cast, (args, kwargs))
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

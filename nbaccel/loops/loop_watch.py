@@ -203,7 +203,7 @@ def begin(channel: MetricsChannel, hardware: Device, device: str, *, shows_bars:
     # or when their result is needed. On a GPU it returns when the wait is queued: what the GPU then
     # waits is not seen.
     if not hasattr(dist.Work.wait, "__wrapped__"):
-        dist.Work.wait = hooked(dist.Work.wait, _count_wait)  # type: ignore[method-assign]
+        dist.Work.wait = spent_time.communicating(dist.Work.wait)  # type: ignore[method-assign]
     _watch_loops()
 
 
@@ -251,11 +251,6 @@ def _patch_library(module: ModuleType) -> None:
         # A module may be imported when nothing is watched any more.
         if owner is not None and _watch.is_on:
             _watch.replace(owner, method, hook)
-
-
-def _count_wait(plain: _Plain, *args: Any, **options: Any) -> Any:
-    with spent_time.communicating:
-        return plain(*args, **options)
 
 
 def watch_boundaries(boundaries: StepBoundaries | None) -> None:

@@ -524,10 +524,9 @@ class Console:
         bar, stream = self._bar()
         if not entries and not has_gap and bar == self._drawn:
             return
-        self._erase(
-            # Without new lines the bar is overwritten in place, with no blank line in between.
-            keep_bar=bar if not (entries or has_gap) and stream == self._drawn_on else ""
-        )
+        # Without new lines the bar is overwritten in place, with no blank line in between.
+        if entries or has_gap or not bar or stream != self._drawn_on:
+            self._erase()
         if has_gap:
             names = f" of rank {number_ranges(self._dropped)}" if len(self._ranks) > 1 else ""
             lines = sum(self._dropped.values())
@@ -551,9 +550,7 @@ class Console:
         if self._pace.stage is _ENDING:
             for rank in self._ranks:
                 self._shorten(rank)
-        room = math.inf
-        if not is_final:
-            room = self._pace.room(current_time, has_gaps=bool(self._dropped))
+        room = math.inf if is_final else self._pace.room(current_time, has_gaps=bool(self._dropped))
         entries: list[_ShownEntry] = []
         num_chars = 0
         while num_chars < room and (items := next(due, None)):
@@ -583,8 +580,8 @@ class Console:
         rank, stream, text = lowest
         return self._prefix([rank]) + text, "stdout" if self._own_stream == "stdout" else stream
 
-    def _erase(self, keep_bar: str = "") -> None:
-        if self._drawn and not keep_bar:
+    def _erase(self) -> None:
+        if self._drawn:
             self._write(self._drawn_on, "\r" + " " * len(self._drawn) + "\r")
             self._drawn = ""
 
@@ -607,11 +604,15 @@ class Console:
         label = self._prefix(ranks).rstrip()
         if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
             self._write("stdout", label + "\n")
-        if self._place is not None and not item.clears:
-            self._place.hold()
-        publish.show_message(item.message)
-        if self._place is not None and item.clears:
-            self._place.note_cleared()
+        match item.message:
+            case messaging.ClearOutput(wait):
+                publish.clear(wait_for_new=wait)
+                if self._place is not None:
+                    self._place.note_cleared()
+            case messaging.Display(content):
+                if self._place is not None:
+                    self._place.hold()
+                publish.publish_display(content)
 
     def _write(self, stream: str, text: str) -> None:
         if self._place is not None and not self._is_over:

@@ -23,17 +23,6 @@ from nbaccel.base.units import count_noun, number_ranges
 _RENDER_METHOD = "_render_traceback_"
 
 
-def show_message(message: Any) -> None:
-    """Show or clear output as a worker requested."""
-    # Here because it imports numpy, which whoever made the message has loaded anyway.
-    from nbaccel.workers import messaging
-
-    if isinstance(message, messaging.ClearOutput):
-        clear(wait_for_new=message.wait)
-    elif isinstance(message, messaging.Display):
-        publish_display(message.content)
-
-
 def publish_display(content: Mapping[str, Any]) -> None:
     """Publish rich output in the current cell; outside IPython, print its text form."""
     shell = frames.running_shell()
@@ -139,13 +128,9 @@ class CellPlace:
         self.is_widget = self.is_there and ipython_private.is_in_output_widget(
             getattr(frames.running_shell(), "kernel", None)
         )
+        self.display_id = uuid.uuid4().hex  # what the front end knows the output by
         self._content = _EMPTY_CONTENT
         self._stands = False
-
-    @functools.cached_property
-    def display_id(self) -> str:
-        """What the front end knows the output by."""
-        return uuid.uuid4().hex
 
     def hold(self) -> None:
         """Keep the place, because something is about to be shown below it. Cheap to call often."""

@@ -172,8 +172,7 @@ class Slot(NamedTuple):
     def view(self, mapping: memfd.Mapping) -> torch.Tensor:
         """This tensor's bytes in a mapping of the arena, as a tensor of `shape`."""
         storage = storage_at(mapping, self.start, self.nbytes)
-        empty = torch.empty(0, dtype=self.dtype)
-        return empty.set_(storage, self.offset, self.shape, self.stride)
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
 def module_version(module: nn.Module) -> int:

@@ -95,11 +95,10 @@ class LocalArena:
         merged = memfd.merge_ranges(span for span in spans if span)
         if memfd.total_bytes(merged) < _IN_PLACE_SHARE * self.mapping.nbytes:
             return
-        fd = staging_file
-        if fd is None:
-            fd = memfd.create_file("staging", self.mapping.nbytes)
         with contextlib.ExitStack() as on_error:
-            if staging_file is None:
+            fd = staging_file
+            if fd is None:
+                fd = memfd.create_file("staging", self.mapping.nbytes)
                 on_error.callback(os.close, fd)
             memfd.write_at(fd, self.mapping.view(0, self.mapping.nbytes), 0)
             # After that: the mapping must never show a file that has not been filled.

@@ -389,8 +389,7 @@ _TEMPLATES: dict[str, Template] = {}
 
 def template_for(device: str = "") -> Template:
     """The template of this process for a device."""
-    has_own = bool(device) and registry.device(device).own_template
-    name = device if has_own else ""
+    name = device if device and registry.device(device).own_template else ""
     return _TEMPLATES.setdefault(name, Template(name))
 
 

@@ -237,13 +237,12 @@ def set_up_process(assignment: messaging.WorkerAssignment, descriptors: list[int
     # Lets `multiprocessing` send the notebook's classes and functions.
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign, assignment]
     training_libraries.enter_worker(place.rank, metrics_reporter.drawing_whole_bar)
-    serves_store = assignment.serves_store
     context = WorkerContext(
         assignment=assignment,
         place=place,
         hardware=hardware,
         device=str(hardware.torch_device(place.local_rank)),
-        store=rendezvous.serve_store(place, descriptors.pop()) if serves_store else None,
+        store=rendezvous.serve_store(place, descriptors.pop()) if assignment.serves_store else None,
     )
     if assignment.on_other_host:
         context.go_to(assignment.working_directory)
@@ -276,86 +275,80 @@ def serve_call(
         # After the set-up: an interrupt during it is a failure, and not the unwinding of user code.
         signal.signal(signal.SIGINT, interrupt)
         stop = step_stop.AgreedStop(channel, listens=True)
-        Work(channel, context, task.body, job_descriptors, stop, forked_call).run()
+        run_job(channel, context, task.body, job_descriptors, stop, forked_call)
     # This worker may serve the store, which others need. A stop may come too late to be read.
     while channel.receive()[0] is not messaging.Word.LEAVE:
         continue
 
 
-@dataclass
-class Work:
-    """One job in one worker."""
+def run_job(
+    channel: messaging.Channel,
+    context: WorkerContext,
+    job: messaging.Job,
+    descriptors: Sequence[int],
+    stop: step_stop.AgreedStop,
+    forked_call: WorkerCall | None = None,
+) -> None:
+    """Make the call of one job, and hand over what it returns or raises.
 
-    channel: messaging.Channel
-    context: WorkerContext
-    job: messaging.Job
-    descriptors: Sequence[int]  # in this order: arenas, staging files, payload
-    stop: step_stop.AgreedStop
-    forked_call: WorkerCall | None = None
+    Descriptors: arenas, staging files, the payload's.
+    """
+    rank = context.place.rank
+    by_name = forked_call is not None
+    try:
+        weight_report = None
+        with contextlib.ExitStack() as clean_up:
+            keep_lines(job.sources)
+            call, received_modules = _open_job(context, job, list(descriptors), forked_call)
+            context.changes.follow(call.changes)
+            # After unpickling, which may run user code that draws random numbers.
+            restore_random_states(job.random_states)
+            # After unpickling, which imports libraries that configure their own loggers.
+            context.settings.follow(job.settings)
+            for shared in call.modules:
+                received_modules.add(shared.path, shared)
+            clean_up.callback(precision_check.watch(context.assignment.mixed_precision))
+            channel.send(messaging.Word.STARTED)
+            value = _call(call, stop)
+            worker_output.show_figures()
+            flush_streams()
+            if context.assignment.share_back:
+                weight_report = received_modules.write_all()
+    except BaseException as error:  # an interrupt too: the notebook waits for a report
+        report(channel, error, rank, by_name=by_name)
+    else:
+        # The work is done: an interrupt must not lose the result.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        packed, fds, unsendable = _pack_result(value, rank, by_name=by_name)
+        returned = messaging.Returned(packed, unsendable, weight_report, stop.is_stopped)
+        with memfd.closing_files(*fds):
+            channel.send(returned, fds)
+        # Only now: a rank that fails by it must find that this one has returned.
+        rendezvous.say_returned(rank)
+    stop.close()
 
-    def run(self) -> None:
-        """Make the call and hand over what it returns or raises."""
-        rank = self.context.place.rank
-        by_name = self.forked_call is not None
-        stop = self.stop
-        try:
-            weight_report = None
-            with contextlib.ExitStack() as clean_up:
-                call, received_modules = self._prepare(clean_up)
-                self.channel.send(messaging.Word.STARTED)
-                value = _call(call, stop)
-                worker_output.show_figures()
-                flush_streams()
-                if self.context.assignment.share_back:
-                    weight_report = received_modules.write_all()
-        except BaseException as error:  # an interrupt too: the notebook waits for a report
-            report(self.channel, error, rank, by_name=by_name)
-        else:
-            # The work is done: an interrupt must not lose the result.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            packed, fds, unsendable = _pack_result(value, rank, by_name=by_name)
-            returned = messaging.Returned(packed, unsendable, weight_report, stop.is_stopped)
-            with memfd.closing_files(*fds):
-                self.channel.send(returned, fds)
-            # Only now: a rank that fails by it must find that this one has returned.
-            rendezvous.say_returned(rank)
-        stop.close()
 
-    def _prepare(self, clean_up: contextlib.ExitStack) -> tuple[WorkerCall, ReceivedModules]:
-        job = self.job
-        keep_lines(job.sources)
-        call, received_modules = self._open()
-        self.context.changes.follow(call.changes)
-        # After unpickling, which may run user code that draws random numbers.
-        restore_random_states(job.random_states)
-        # After unpickling, which imports libraries that configure their own loggers.
-        self.context.settings.follow(job.settings)
-        for shared in call.modules:
-            received_modules.add(shared.path, shared)
-        clean_up.callback(precision_check.watch(self.context.assignment.mixed_precision))
-        return call, received_modules
-
-    def _open(self) -> tuple[WorkerCall, ReceivedModules]:
-        arenas = self.job.arenas
-        payload = self.job.payload
-        files = list(self.descriptors)
-        payload_fd = files.pop() if payload is not None else -1
-        # Not strict: where nothing is brought home, no staging files come.
-        staging = dict(zip([key for key, _ in arenas], files[len(arenas) :], strict=False))
-        received_modules = self.context.receive_modules(staging)
-        inherited = self.forked_call.arenas if self.forked_call is not None else {}
-        for (key, num_bytes), fd in zip(arenas, files, strict=False):
-            received_modules.open_arena(key, num_bytes, fd, inherited.get(key))
-        if self.forked_call is not None:
-            return self.forked_call, received_modules
-        if payload is None:
-            raise InternalError(
-                f"worker {self.context.place.rank} got no payload, only {len(arenas)} arenas: "
-                "there is nothing to run. Please report this."
-            )
-        mappings = received_modules.mappings
-        call = pickling.unpack(payload, payload_fd, mappings, device=self.context.device)
-        return call, received_modules
+def _open_job(
+    context: WorkerContext, job: messaging.Job, files: list[int], forked_call: WorkerCall | None
+) -> tuple[WorkerCall, ReceivedModules]:
+    payload = job.payload
+    payload_fd = files.pop() if payload is not None else -1
+    # Not strict: where nothing is brought home, no staging files come.
+    staging = dict(zip([key for key, _ in job.arenas], files[len(job.arenas) :], strict=False))
+    received_modules = context.receive_modules(staging)
+    inherited = forked_call.arenas if forked_call is not None else {}
+    for (key, num_bytes), fd in zip(job.arenas, files, strict=False):
+        received_modules.open_arena(key, num_bytes, fd, inherited.get(key))
+    if forked_call is not None:
+        return forked_call, received_modules
+    if payload is None:
+        raise InternalError(
+            f"worker {context.place.rank} got no payload, only {len(job.arenas)} arenas: "
+            "there is nothing to run. Please report this."
+        )
+    mappings = received_modules.mappings
+    call = pickling.unpack(payload, payload_fd, mappings, device=context.device)
+    return call, received_modules
 
 
 def _pack_result(

@@ -522,9 +522,8 @@ def places(
     plan: Plan, shares: Sequence[HostShare], meeting_place: MeetingPlace
 ) -> tuple[Topology, ...]:
     """The place of each worker that is started here, by rank."""
-    nodes = [share.num_workers for share in shares]
     everyone = Topology.of_hosts(
-        nodes or [plan.num_processes] * meeting_place.num_nodes,
+        [share.num_workers for share in shares] or [plan.num_processes] * meeting_place.num_nodes,
         master_addr=meeting_place.address,
         master_port=meeting_place.port,
     )

@@ -8,7 +8,6 @@ another rank may be last in each.
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import math
 import re
 import statistics
@@ -390,17 +389,13 @@ class RunBoard:
         self.library_messages = LibraryMessages()
         self.warnings = SeenWarnings()
         self.ranks = {rank: RankFacts(rank=rank, since=began_at) for rank in sorted(ranks)}
+        self.times = TimeComparison(self.ranks)  # what ranks spend their time on, compared
         self.plan = plan
         self.began = began_at
         self.began_on = dt.datetime.now(dt.timezone.utc)
         self.now = began_at  # the time of the latest look
         self.title = ""  # what is run: the name of a function, or a cell's number
         self.ending = ""  # how it ended, if not well: `failed`, `stopped`, `timed out`
-
-    @functools.cached_property
-    def times(self) -> TimeComparison:
-        """What ranks spend their time on, compared."""
-        return TimeComparison(self.ranks)
 
     @property
     def seconds(self) -> float:

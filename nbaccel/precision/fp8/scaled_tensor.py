@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbaccel.base import torch_private
+from nbaccel.base.trees import map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -208,8 +209,8 @@ class ScaledTensor(torch.Tensor):
             result = way(func, *args, **options)
             if result is not NotImplemented:
                 return result
-        plain_args = torch_private.replace_tensors(tuple(args), values_of)
-        plain_options = torch_private.replace_tensors(options, values_of)
+        plain_args = map_tensors(values_of, tuple(args))
+        plain_options = map_tensors(values_of, options)
         result = func(*plain_args, **plain_options)
         for position, name in torch_private.written_arguments(func):
             if position < len(args):

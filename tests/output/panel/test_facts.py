@@ -40,8 +40,8 @@ def row(state: str = "running", **more: object) -> RankStatus:
 def test_a_history_is_bounded_and_spans_the_run(count, most):
     history = MetricHistory(most)
     for i in range(count):
-        history.add(float(i))
-    values = history.values()
+        history.add(float(i), i)
+    values = [value for _, value in history.points()]
     assert len(values) <= 2 * most + 2
     assert (values[0], values[-1]) == (0.0, count - 1.0)
     assert values == sorted(values)
@@ -101,7 +101,7 @@ def test_all_metrics_have_histories_of_every_point_and_the_loss_is_named_first()
     board.receive(0, metrics(2.0, 2, lr=0.1, loss=5.0))
     board.receive(0, metrics(3.0, 3, lr=0.1, loss=4.0))
     facts = board.ranks[0]
-    assert (facts.loss_name, facts.loss.values()) == ("loss", [5.0, 4.0]), "a better name"
+    assert (facts.loss_name, facts.loss.points()) == ("loss", [(2, 5.0), (3, 4.0)]), "a better name"
     assert facts.metrics == {"lr": 0.1, "loss": 4.0}
     board = RunBoard([0], began_at=0.0)
     board.receive(0, Metrics(time=1.0, steps=2, points=(("loss", ((1.0, 3.0), (2.0, 2.0))),)))
