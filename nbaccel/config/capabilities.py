@@ -169,7 +169,7 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
     Fp8Row(
         name="msamp",
         meaning="MS-AMP's levels: weights, gradients and optimizer states in 8 and 16 bits, too",
-        needs="nothing; the package msamp is used on GPUs if it is installed",
+        needs="nothing",
         package="",
         path="nbaccel.precision.native_fp8:MsAmpFp8",
         devices=("cpu", "cuda"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "DeviceRow",
@@ -156,8 +156,7 @@ class EngineRow(Row):
     setting: str = ""  # That of ``RunConfig`` that names its hosts; empty where there is none
     starts_scripts_only: bool = False  # Whether it is for `nbaccel launch`, and not for notebooks
     extra: str = ""  # The extra of nbaccel that installs what it needs
+    runs_on_hosts: bool = field(init=False)  # Whether this notebook's workers run on other hosts
 
-    @property
-    def runs_on_hosts(self) -> bool:
-        """Whether this notebook's workers run on other hosts."""
-        return bool(self.path)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs_on_hosts", bool(self.path))

@@ -148,7 +148,7 @@ def explain_mistakes(
     error: ValidationError,
     given_settings: Mapping[str, Any],
     *,
-    unknown_remedy: str,
+    unknown_remedy: str = "",
 ) -> tuple[FieldMistake, ...]:
     """One message per setting that is wrong."""
     by_name: dict[str, tuple[FieldMistake, ...]] = {}

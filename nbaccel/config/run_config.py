@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
-from pydantic import ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
 from nbaccel.config.deepspeed_document import Contradiction, filter_contradictions, read_host_filter
-from nbaccel.config.field_rules import FieldMistake, setting
+from nbaccel.config.field_rules import FieldMistake, explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
 from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
@@ -375,16 +375,16 @@ class RunConfig(Exchangeable):
             config_document, file_settings = _read_document(given_settings)
             settings = {**file_settings, **given_settings}
             all_mistakes: list[str] = []
-            validation_error: BaseException | None = None
+            validation_error: ValidationError | None = None
             wrong: set[str] = set()
             try:
-                super().__init__(**settings)
-            except ConfigError as error:
-                validation_error = error.__cause__
-                for one in error.args:
+                BaseModel.__init__(self, **settings)
+            except ValidationError as error:
+                validation_error = error
+                for one in explain_mistakes(type(self), error, settings):
                     text = f"DeepSpeed configuration: {one}" if one.path in file_settings else one
                     all_mistakes.append(FieldMistake(text, one.path))
-                wrong = {one.path.partition(".")[0] for one in error.args}
+                    wrong.add(one.path.partition(".")[0])
                 # Built again, for contradictions among the valid ones; an error follows.
                 super().__init__(
                     **{name: value for name, value in settings.items() if name not in wrong}

@@ -2,7 +2,7 @@
 
 With the first, parameters stay the user's own objects in float32; nothing but the three products of
 each linear layer is computed in 8 bits, with current or delayed scaling. The second shortens
-weights, gradients and moments, too, or has the package `msamp` do it:
+weights, gradients and moments, too:
 
     level  weight        gradient  first, second moment   bytes per parameter with AdamW
     O1     FP16, scaled  E4M3      float32, float32       2 + 1 + 4 + 4 = 11
@@ -11,7 +11,7 @@ weights, gradients and moments, too, or has the package `msamp` do it:
 
 FP8-LM (arXiv 2310.18313) describes them; O3 keeps an FP16 master of each weight where its moments
 are. They hold for the weights of linear layers; at O2 and O3 all moments are short. The package
-`msamp` cannot be installed beside a current torch, so it is used only where somebody has done it.
+`msamp` is not used: it cannot be installed beside a current torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed, require
 from nbaccel.base.trees import names_by_tensor
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision import fp8_layers
@@ -128,24 +127,12 @@ class MsAmpFp8(NativeFp8):
 
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings)
-        self._uses_package = not settings.emulates_fp8 and is_installed("msamp")
         self._optimizers: list[ScaledAdam] = []
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
-        if not self._uses_package:
-            bundle = super().convert(bundle)
-            return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
-        if len(bundle.models) != 1 or len(bundle.optimizers) != 1 or self.fp8.opt_level == "O3":
-            raise ConfigError(
-                f"The package msamp prepares one model with one optimizer at O1 or O2; prepare got "
-                f"{len(bundle.models)} and {len(bundle.optimizers)} for {self.fp8.opt_level}. "
-                "Prepare them together, one pair at a time."
-            )
-        msamp = require("msamp", extra="", why="fp8 with the backend 'msamp'")
-        (model,), (optimizer,) = bundle.models, bundle.optimizers
-        model, optimizer = msamp.initialize(model, optimizer, opt_level=self.fp8.opt_level)
-        return replace(bundle, models=(model,), optimizers=(optimizer,))
+        bundle = super().convert(bundle)
+        return replace(bundle, optimizers=tuple(map(self._scaled_optimizer, bundle.optimizers)))
 
     def own_gradients(self, model: nn.Module) -> list[str]:
         return [name for name, weight in _scaled_weights(model) if weight.requires_grad]

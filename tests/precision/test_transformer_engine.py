@@ -17,7 +17,6 @@ from nbaccel.config import Fp8Config
 from nbaccel.config.handlers import AutocastKwargs, GradScalerKwargs
 from nbaccel.errors import MissingBackend
 from nbaccel.precision import transformer_engine as engine
-from nbaccel.precision.native_fp8 import MsAmpFp8
 from tests.isolation import ROOT, isolated
 from tests.programs import run_program
 
@@ -182,20 +181,3 @@ def test_accelerates_helpers_do_the_same():
     forward = contextual_fp8_autocast(other.forward, DelayedScaling(), use_during_eval=True)
     forward(other, torch.ones(2, 32))
     assert stand_in.SEEN[-1]["enabled"] is True
-
-
-@pytest.mark.slow
-@isolated(timeout_s=60)
-def test_the_package_msamp_is_used_where_somebody_has_it():
-    sys.path.insert(0, str(STAND_INS))
-    import msamp
-
-    fp8 = Fp8Config(backend="msamp", recipe="current", opt_level="O1")
-    settings = settings_of(fp8, emulates_fp8=False)
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    bundle = Bundle(models=(model,), optimizers=(optimizer,))
-    MsAmpFp8(settings).convert(bundle)
-    assert msamp.CALLS == ["O1"]
-    with pytest.raises(Exception, match=r"prepare got 1 and 0 for O1.*together"):
-        MsAmpFp8(settings).convert(Bundle(models=(model,)))
