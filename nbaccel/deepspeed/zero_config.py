@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import ConfigDict, Field, Strict
 from pydantic.fields import FieldInfo
@@ -124,7 +124,7 @@ class Section(text_forms.Plain):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    unknown_remedy = "Give keys that only DeepSpeed knows in `extra`."
+    unknown_remedy: ClassVar[str] = "Give keys that only DeepSpeed knows in `extra`."
 
     def named(self) -> dict[str, Any]:
         """The keys that are not left to DeepSpeed, as plain values."""

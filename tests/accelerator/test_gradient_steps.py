@@ -174,9 +174,6 @@ def test_clipping_amid_a_group_of_scaled_batches_is_refused() -> None:
     assert "if accelerator.sync_gradients" in message
 
 
-# ------------------------------------------------------------------------- precision
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("no", None), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )

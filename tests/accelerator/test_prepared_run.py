@@ -114,9 +114,6 @@ def test_settings_can_be_read_from_the_accelerator(tmp_path: Any) -> None:
     assert config.even_batches  # the user's own stays
 
 
-# ------------------------------------------------------------------------- a configuration
-
-
 class Switched(nn.Linear):
     """A module with the switch that models of transformers have."""
 

@@ -52,8 +52,6 @@ def test_several_mistakes_are_numbered_and_failures_survive_pickling():
             assert str(twin) == "rank 1 raised"
 
 
-# ------------------------------------------------------------------------- in a notebook
-
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 

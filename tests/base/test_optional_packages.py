@@ -67,9 +67,6 @@ def test_versions_are_those_of_importlib(tmp_path):
     assert metadata_version(distribution) == ""
 
 
-# -------------------- What nbaccel tells people to type names the packages of an extra
-
-
 METADATA = """Metadata-Version: 2.4
 Name: nbaccel
 Version: 9.9

@@ -127,7 +127,6 @@ def layer_sizes(model: nn.Module, whole: frozenset[str]) -> dict[str, int]:
     return dict(sizes)
 
 
-# ------------------------------------------------------------------------------- models
 def random_model(chance: random.Random, *, odd: bool = True) -> nn.Module:
     """A tree of modules on ``meta``, some weights tied.
 

@@ -99,9 +99,6 @@ def test_tied_tensors_are_placed_once_and_tied_again():
         retie_parameters(model, [["d.weight", "a.weight"]])
 
 
-# ------------------------------------------------------------------------- offloaded modules
-
-
 def offloaded_model() -> nn.Module:
     model = make_model()
     state = {name: value.clone() for name, value in model.state_dict().items()}

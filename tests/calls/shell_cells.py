@@ -83,9 +83,6 @@ def filename(count: int) -> str:
     return f"/tmp/ipykernel_1/{count}.py"
 
 
-# ------------------------------------------------------------------------- in the process
-
-
 def main() -> None:
     requests, answers = sys.stdin, sys.stdout
     sys.stdin = open(os.devnull)  # noqa: PTH123  (a device)

@@ -102,9 +102,6 @@ def test_the_package_alone_wakes_nothing_and_every_name_is_where_it_says():
     assert run_program([sys.executable, "-c", code]).stdout.strip() == "set()"
 
 
-# ----------------------------------------------------------------------------- private parts
-
-
 @needs.DEEPSPEED
 @pytest.mark.parametrize(("stage", "name"), [(2, "_hp_mapping"), (3, "_z3_optimizer")])
 def test_what_would_lose_weights_without_a_word_is_refused(stage, name):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from importlib import import_module
 
 import pytest
@@ -10,7 +12,8 @@ import torch.distributed as dist
 
 from nbaccel.deepspeed import deepspeed_environment, environment
 from nbaccel.deepspeed.environment import Lease
-from tests.deepspeed import needs
+from tests.deepspeed import engines, needs
+from tests.isolation import isolated
 
 pytestmark = needs.DEEPSPEED
 
@@ -75,3 +78,44 @@ def test_the_environment_ends_with_its_last_user_and_not_with_one_of_a_closed_on
     assert dist.is_initialized()
     second.give_up()
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+@needs.marked
+@isolated(timeout_s=240)
+def test_each_workaround_is_still_needed():
+    """Where this fails, DeepSpeed does no longer what the function that is named undoes."""
+    import deepspeed
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.utils import groups
+
+    def interrupted(*_: object) -> None:
+        raise InterruptedError
+
+    def three_steps() -> None:
+        for _ in range(3):
+            engine.backward(engine(rows).sum())
+            engine.step()
+
+    model, rows = engines.model(), torch.ones(4, engines.WIDTH)
+    with deepspeed_environment(device="cpu"):
+        engine, *_ = deepspeed.initialize(model=model, config=engines.config(3))
+        with pytest.warns(FutureWarning, match=r"torch\.distributed\.\w+` is deprecated"):
+            three_steps()  # `ignore_old_names`
+        engine.destroy()
+        assert model[0].weight.shape == (0,), "local_shards.take_back"
+        kept = weakref.ref(model[0])
+        del engine, model
+        gc.collect()
+        assert kept() is not None, "the cache in forget_modules"
+        model = engines.model()
+        engine, *_ = deepspeed.initialize(model=model, config=engines.config(3))
+        model[1].register_forward_pre_hook(interrupted)
+        with pytest.raises(InterruptedError):
+            engine(rows)
+        engine.destroy()
+        assert FWD_MODULE_STACK, "the stack in forget_modules"
+        dist.destroy_process_group()
+        assert comm.cdb is not None, "comm.cdb in forget_groups"
+        assert groups._WORLD_GROUP is not None, "forget_group_references"

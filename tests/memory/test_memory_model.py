@@ -137,8 +137,6 @@ def test_estimate_memory_reads_the_level_of_a_run():
         estimate_memory((100, 10), run=run, inventory=WITHOUT_GPU)
 
 
-# -------------------- FSDP
-
 MACHINE = Inventory(cpu_cores=2, host_total_bytes=2**34, host_available_bytes=2**33)
 POLICY = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 

@@ -96,8 +96,6 @@ def test_the_front_end(before, variables, front_end):
     assert done.stdout.strip() == front_end, done.stderr
 
 
-# -------------------- control groups
-
 GIB = 2**30
 V2_MOUNT = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 

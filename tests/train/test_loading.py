@@ -113,9 +113,6 @@ def test_every_kind_of_loader_is_shared_out():
     assert distributed == ([[0, 2], [4]], [[1, 3], [5]])
 
 
-# ------------------------------------------------------------------------- skipping
-
-
 @pytest.mark.parametrize("prepared", [True, False])
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
 @pytest.mark.parametrize("skip", [0, 1, 3, 9])

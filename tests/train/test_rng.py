@@ -90,9 +90,6 @@ def test_cuda_states_come_back():
     assert torch.rand(3, device="cuda").tolist() == first
 
 
-# ------------------------------------------------------------------------- several processes
-
-
 def draws_after_synchronizing(kinds: list[str]) -> list[tuple[float, ...]]:
     collectives = Collectives(init_process())
     rng.set_seed(20, device_specific=True)
