@@ -378,6 +378,7 @@ class RunConfig(Exchangeable):
             validation_error: ValidationError | None = None
             wrong: set[str] = set()
             try:
+                # Not `Plain`'s, which would raise before contradictions are found, too.
                 BaseModel.__init__(self, **settings)
             except ValidationError as error:
                 validation_error = error
