@@ -133,7 +133,12 @@ def save(obj: Any, path: str | Path | IO[bytes], safe_serialization: bool = Fals
             written_file = folder / "model.safetensors"
             if obj:
                 # The caller named one file, so the weights must not be split, whatever their size.
-                save_torch_state_dict(dict(obj), folder, max_shard_size=sys.maxsize)
+                save_torch_state_dict(
+                    dict(obj),
+                    folder,
+                    max_shard_size=sys.maxsize,
+                    shared_tensors_to_discard=_tied_to_earlier(obj),
+                )
             else:
                 # huggingface_hub writes no file where there are no tensors.
                 save_file({}, written_file, metadata={"format": "pt"})
@@ -178,17 +183,13 @@ def save_model(
     """Write weights as ``model.safetensors``, or in several files with an index.
 
     Each file appears whole. Files of an earlier save that do not belong to this one are removed
-    last. Of tensors that are tied only one is written.
+    last. Of tensors that are tied the first is written.
     """
     _check_only_tensors(state_dict, "accelerator.save(state_dict, file), which pickles it")
     _check_no_placeholders(state_dict, f"save_model(save_directory={str(folder)!r})")
     pattern = _WEIGHT_FILE_PATTERNS[safe_serialization]
     tensors = _with_addresses(state_dict)
-    # Tied tensors are written once. Those of other classes, such as sharded ones, have no address.
-    sizes = {
-        tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor): tensor.nbytes
-        for tensor in tensors.values()
-    }
+    sizes = {_address(tensor): tensor.nbytes for tensor in tensors.values()}
     with publishing(Path(folder), sum(sizes.values()), pattern) as workshop:
         save_torch_state_dict(
             tensors,
@@ -196,6 +197,7 @@ def save_model(
             filename_pattern=pattern,
             max_shard_size=max_shard_size,
             safe_serialization=safe_serialization,
+            shared_tensors_to_discard=_tied_to_earlier(tensors),
         )
 
 
@@ -214,6 +216,21 @@ def _with_addresses(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """What tied tensors have in common; those of other classes, such as sharded ones, are not."""
+    return tensor.data_ptr() if type(tensor) in _PLAIN else id(tensor)
+
+
+def _tied_to_earlier(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names that are not written: readers look for the embedding, not for the head tied to it."""
+    first_names: dict[int, str] = {}
+    return [
+        name
+        for name, tensor in tensors.items()
+        if first_names.setdefault(_address(tensor), name) != name
+    ]
 
 
 def _check_no_placeholders(obj: Any, text: str) -> None:

@@ -81,6 +81,15 @@ def test_safetensors_can_be_asked_for_and_an_open_file_is_written_to(tmp_path):
     assert load(safe.getvalue())["a"].shape == (2, 2)
 
 
+def test_of_tied_tensors_the_first_is_written(tmp_path):
+    weight = torch.ones(2)
+    state = {"model.embed_tokens.weight": weight, "lm_head.weight": weight}  # in Llama's order
+    save(state, tmp_path / "model.safetensors", safe_serialization=True)
+    save_model(state, tmp_path / "model")
+    for path in (tmp_path / "model.safetensors", tmp_path / "model" / "model.safetensors"):
+        assert list(load_file(path)) == ["model.embed_tokens.weight"]
+
+
 # ------------------------------------------------------------------------- a model
 
 
