@@ -84,7 +84,7 @@ class CellWorker:
         self._rank = self._context.place.rank
         self._groups = ProcessGroups(self._context.place, channel.send)
         self._groups.watch()
-        self._shell = make_shell(channel.send, rank=self._rank)
+        self._shell = make_shell(channel.send_in_turn, rank=self._rank)
         self._names_at_start = frozenset(self._shell.user_ns)
         modules = self._context.receive_modules()
         self._names = Namespace(self._shell.user_ns, modules, self._rank, self._context.device)

@@ -381,9 +381,10 @@ class Supervisor:
             return
         match message:
             case messaging.Display() | messaging.ClearOutput():
-                # What it printed before the display must be shown before it.
-                self.drain_output(member)
-                self.console.feed_display(member.rank, message)
+                # What it printed before the display must be shown before it; it waits until then.
+                with memfd.closing_files(*fds):
+                    self.drain_output(member)
+                    self.console.feed_display(member.rank, message)
             case Metrics() if self._show is not None:
                 self._show.board.receive(member.rank, message)
             case messaging.Leaves():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import mmap
+import os
 import pickle
 import select
 import signal
@@ -25,6 +26,7 @@ from nbaccel.base.frames import Frame
 from nbaccel.plan.topology import Topology
 from nbaccel.transfer import memfd
 from nbaccel.transfer.memfd import PackedObject
+from nbaccel.workers import time_limits
 from nbaccel.workers.failure import FailureRecord
 
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 2  # macOS has none, and no workers either
@@ -69,6 +71,19 @@ class Channel:
         packet, files = pack_message(message)
         with memfd.closing_files(*files):
             self.send_packet(packet, [*descriptors, *files])
+
+    def send_in_turn(self, message: Any) -> None:
+        """Send what belongs between two lines of output, and wait until those before it are read.
+
+        Output takes another way, on which it would overtake the message: of
+        ``clear_output(); print(loss)`` the loss would be cleared.
+        """
+        waiting, taken = os.pipe()
+        with memfd.closing_files(waiting):
+            with memfd.closing_files(taken):
+                self.send(message, [taken])
+            # Readable when the reader has closed its copy, too.
+            wait([waiting], time_limits.DISPLAY_S)
 
     def send_packet(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         """Send what `pack_message` made of a message; False where this end would have to wait."""
@@ -272,14 +287,14 @@ class GoOnTo:
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Rich output: what `IPython.display.display` would have published."""
+    """Rich output: what `IPython.display.display` would have published. See `send_in_turn`."""
 
     content: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ClearOutput:
-    """`IPython.display.clear_output`."""
+    """`IPython.display.clear_output`. See `send_in_turn`."""
 
     wait: bool
 

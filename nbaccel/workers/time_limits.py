@@ -23,6 +23,10 @@ GRACE_END_S = 0.25
 GRACE_KEEP_S = 0.1  # for live workers: a cell's author waits for the prompt, and runs it again
 HOST_S = 5.0  # for Ray to find that a host is lost (2.3 s for a raylet that was killed)
 
+# ---- while it runs
+
+DISPLAY_S = 1.0  # for the notebook to take in a display: a call that listens does so at once
+
 # ---- stopping where a step ends
 
 STEP_S = 5.0  # for the step under way to end on all ranks when the user has pressed Stop

@@ -259,7 +259,7 @@ def serve_call(
     task, job_descriptors = channel.receive()
     try:
         context = set_up_process(assignment, descriptors)
-        worker_output.forward_displays(channel.send)
+        worker_output.forward_displays(channel.send_in_turn)
         context.begin_reports(channel)
         numbers = itertools.count()
         rendezvous.join_store(context.place, lambda: f"group_{next(numbers)}")

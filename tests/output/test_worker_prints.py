@@ -95,6 +95,22 @@ def test_a_warning_about_results_names_the_line_that_launched():
         assert "pool.call(generate)" in source_of_the_warning(lambda: pool.call(generate))
 
 
+def test_displays_keep_their_places_between_lines(capfd):
+    def draw() -> None:
+        from IPython.display import display
+
+        for i in range(20 if workers.rank() == 0 else 0):
+            print(f"before {i}")
+            display({"text/plain": f"picture {i}"}, raw=True)
+            print(f"after {i}")
+
+    with Pool(2, namespace={}) as pool:
+        pool.call(draw)
+    lines = [line.removeprefix("[0] ") for line in capfd.readouterr().out.splitlines()]
+    expected = [f"{what} {i}" for i in range(20) for what in ("before", "picture", "after")]
+    assert [line for line in lines if line != "[0]"] == expected
+
+
 def test_a_bar_that_the_notebook_had_is_no_reason_for_a_warning(show):
     with tqdm(range(3), desc="outer") as outer:
         assert any(thread.name == "tqdm_monitor" for thread in threading.enumerate())
