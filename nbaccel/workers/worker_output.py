@@ -62,6 +62,9 @@ def publisher_class(send: SendMessage) -> type[Any]:
             flush_streams()
             send(ClearOutput(wait))
 
+        def set_parent(self, parent: Any) -> None:
+            """Nothing to do for a forked kernel's shell, which says which cell is running."""
+
     return Publisher
 
 

@@ -138,6 +138,9 @@ def test_displays_and_figures_arrive_as_such_and_at_the_end_those_that_nobody_sh
                 plt.plot([1, 2, 3])
                 plt.figure()
                 plt.plot([3, 2, 1])
+                from ipywidgets import Output
+                with Output():  # as rich's progress bars do
+                    print("within")
         notebook_launcher(show, (), 2, start_method={method!r});
         """
     ).check()
@@ -145,6 +148,7 @@ def test_displays_and_figures_arrive_as_such_and_at_the_end_those_that_nobody_sh
     assert shown[0]["text/html"] == "<b>bold</b>"
     assert "text/markdown" in shown[1]
     assert "before" in cell.stdout
+    assert "within" in cell.stdout
     assert ["image/png" in data for data in shown[3:]] == [True] * 3, "those of pyplot"
 
 
