@@ -80,7 +80,6 @@ accelerate launch: setting
 accelerate launch: computed
     --use-deepspeed=yes                  --strategy deepspeed, at stage 2 where nothing says another
     --gpu-ids                            environment variable CUDA_VISIBLE_DEVICES; all takes all
-    -t/--tee                             --shown-output: what is shown beside being written to --log-dir
     --deepspeed-inclusion-filter         as --include
     --deepspeed-exclusion-filter         as --exclude
     --env                                an environment variable of workers: NAME=VALUE
@@ -110,6 +109,7 @@ accelerate launch: fp8-setting
     --fp8-use-autocast-during-eval=true  use_autocast_during_eval
 accelerate launch: none
     --same-network=yes                   machines meet at the address of the first one
+    -t/--tee                             all is shown, and --log-dir writes it to files, too
     --role                               workers have one role, named worker in log_line_prefix_template
     --main-training-function             a script calls its function itself
     --no-tpu-cluster=yes                 TPU pods are never started from here
@@ -131,9 +131,9 @@ torchrun: computed
     --nproc-per-node                     --num-processes on each machine; auto, gpu and cpu are known
     --nnode/--nnodes                     --num-nodes; MIN:MAX for nodes that may come and go
     --standalone=yes                     one machine, with a free port: --num-nodes 1
-    -r/--redirects                       --shown-output: streams that go to --log-dir alone
-    --local-ranks-filter                 --shown-output: only these local ranks are shown
 torchrun: none
+    -r/--redirects                       --log-dir writes files; --shown-output says which streams are shown beside
+    --local-ranks-filter                 --shown-output says which local ranks are shown
     --run-path=yes                       scripts run in the worker's own interpreter always
     --event-log-handler                  there is no log of events
     --logs-specs                         --log-dir writes the files
