@@ -361,7 +361,6 @@ def _show_env(
             "folder": str(Path(__file__).parent.parent),
             "Python": f"{platform.python_version()} ({platform.python_implementation()})",
             "executable": sys.executable,
-            "front end": inventory.front_end,
         },
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
         "machine": {

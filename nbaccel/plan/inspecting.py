@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -157,9 +156,7 @@ def inspect_machine() -> Inventory:
         host_available_bytes=_smaller_bytes(available_bytes, limits.memory_free_bytes),
         shm_bytes=_file_system_bytes(Path("/dev/shm")),
         platform=sys.platform,
-        python_version=platform.python_version(),
         torch_version=_cached_version("torch"),
-        front_end=_detect_front_end(environ),
         fork_supported=hasattr(os, "fork"),
         memfd_supported=hasattr(os, "memfd_create"),
         **_detect_accelerators(environ),
@@ -196,16 +193,3 @@ def _file_system_bytes(folder: Path) -> int:
         return shutil.disk_usage(folder).total
     except (OSError, AttributeError):  # no such folder; no such call
         return 0
-
-
-def _detect_front_end(environ: Mapping[str, str]) -> str:
-    """The front end of this process. Hosted notebooks are Jupyter, too, so they are first."""
-    if "google.colab" in sys.modules:
-        return "colab"
-    if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
-        return "kaggle"
-    # Importing ipykernel makes no kernel; only its running application does.
-    kernel_class = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
-    if kernel_class is not None and kernel_class.initialized():
-        return "jupyter"
-    return "terminal" if hasattr(sys, "ps1") or sys.flags.interactive else "none"
