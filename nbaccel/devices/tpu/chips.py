@@ -329,6 +329,12 @@ def _notes_on(host: TpuHost, packages: drivers.DriverPackages) -> Iterator[str]:
             f"open {host.chips or 'none'}: the other device files are missing here. Workers can "
             "use no more. Give the container /dev/vfio, or /dev/accel* on older hosts."
         )
+    if packages.foreign_torch_tpu:
+        yield (
+            f"The installed torch_tpu {packages.foreign_torch_tpu} is not Google's: it has no "
+            "entry point torch_tpu._loader:load, and Sophgo's package has the same name. It drives "
+            "no TPU of Google's and is not used. Uninstall it before you install Google's."
+        )
     versions = {"torch_tpu": packages.torch_tpu, "torch_xla": packages.torch_xla}
     for name, installed in versions.items():
         if installed and (refusal := drivers.torch_refusal(name, installed, packages.torch)):

@@ -118,6 +118,7 @@ class DriverPackages:
 
     torch: str = ""  # version of torch; this and all others are empty where it is not installed
     torch_tpu: str = ""  # version of Google's torch_tpu
+    foreign_torch_tpu: str = ""  # version of another package of that name
     torch_xla: str = ""  # version of torch_xla
     libtpu: str = ""  # version of libtpu, or the path of the one that is loaded instead of it
 
@@ -133,6 +134,7 @@ def find_packages(
     return DriverPackages(
         torch=_installed_version(_find("torch", search_path)),
         torch_tpu=_installed_version(torch_tpu) if is_googles else "",
+        foreign_torch_tpu="" if is_googles else _installed_version(torch_tpu),
         torch_xla=_installed_version(torch_xla),
         libtpu=_find_libtpu(environ, torch_xla, search_path),
     )

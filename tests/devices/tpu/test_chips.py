@@ -236,6 +236,9 @@ def test_a_package_of_the_same_name_is_not_googles(tmp_path):
     install_package(tmp_path / "packages", "torch_tpu", "2.1.0", entry_point=SOPHGO)
     found = inspect_host({}, tmp_path, search_path=[str(tmp_path / "packages")])
     assert found.torch_tpu == ""
+    (note,) = found.notes
+    assert note.startswith("The installed torch_tpu 2.1.0 is not Google's")
+    assert "Uninstall it" in note
 
 
 OF_TPU, OF_XLA = ("torch_tpu", "0.2.0"), ("torch_xla", "2.9.0")
