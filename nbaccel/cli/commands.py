@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _CLUSTERS = ("slurm", "ray")
-_TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
+_TARGETS = ("nbaccel", "torchrun", *_CLUSTERS)
 _EXPORT_HELP = """\
 Write a script out of a notebook, and the command line or job that runs it.
 
