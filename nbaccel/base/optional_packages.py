@@ -40,11 +40,7 @@ def is_installed(module_name: str) -> bool:
         # An entry of None makes Python refuse the import.
         return sys.modules[module_name] is not None
     top_package, *submodule_names = module_name.split(".")
-    try:
-        module_spec = find_spec(top_package)
-    # Raised for a loaded module without a spec, as __main__ is.
-    except ValueError:
-        return not submodule_names
+    module_spec = find_spec(top_package)
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:
         places = None if module_spec is None else module_spec.submodule_search_locations

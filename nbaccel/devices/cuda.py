@@ -316,11 +316,11 @@ def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[
     memory_info = _ask_driver(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
         index=index,
-        name=_decode_text(_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
+        name=_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle),
         total_bytes=int(memory_info.total) if memory_info else 0,
         free_bytes=int(memory_info.free) if memory_info else 0,
         compute_capability=capability,
-        uuid=_decode_text(nvml.nvmlDeviceGetUUID(handle)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
     )
 
 
@@ -330,8 +330,3 @@ def _ask_driver(nvml: ModuleType, answer: Any, function: Callable[..., Any], *ar
         return function(*args)
     except nvml.NVMLError:
         return answer
-
-
-def _decode_text(any_text: str | bytes) -> str:
-    # Older bindings give bytes.
-    return any_text.decode() if isinstance(any_text, bytes) else any_text
