@@ -48,18 +48,6 @@ class PeerOption:
         """Its name as a Python word: that of the parameter that holds it."""
         return self.flag.strip("-").replace("-", "_")
 
-    @property
-    def meaning(self) -> str:
-        """What it does here, in one line."""
-        return {
-            "setting": f"--{self.target.replace('_', '-')} {self.constant}".rstrip(),
-            "variable": f"environment variable {self.target}",
-            "fp8-setting": f"{self.target} of --fp8",
-            "computed": self.reason,
-            "none": f"no effect: {self.reason}",
-            "refused": f"refused: {self.reason}",
-        }[self.effect]
-
 
 # A heading has the command, the effect, and the strategy that it needs; below it stand flags, with
 # `=value` behind those of a switch, and the target or the reason. `*`: see `_FAMILIES`. argparse
@@ -349,8 +337,7 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
         typer.Option(
             *(flag for flag in option.flags if flag not in taken_flags),
             metavar=None if option.is_switch else "VALUE",
-            help=option.meaning,
-            # A hundred and fifty of them would hide the settings; they have a list of their own.
+            # A hundred and fifty of them would hide the settings.
             hidden=True,
         ),
     )

@@ -392,15 +392,3 @@ def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
         with env.applied(dict(request.variables)):
             sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
     sys.stdout.write("\nNothing was started: --dry-run.\n")
-
-
-def show_peer_options() -> None:
-    """Print each option of other commands, and what it does here."""
-    console = terminal_console()
-    for peer in dict.fromkeys(option.peer for option in PEER_OPTIONS):
-        table = plain_table(f"Options of {peer}", "option", "here")
-        for option in PEER_OPTIONS:
-            if option.peer == peer:
-                table.add_row(", ".join(option.flags), option.meaning)
-        console.print(table)
-        console.print()
