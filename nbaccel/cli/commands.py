@@ -196,7 +196,7 @@ def _run_test(config: RunConfig) -> int:
     start_time = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="nbaccel-test-") as folder:
-            arguments = (config.to_json(), plan.world_size, folder)
+            arguments = (config, plan.world_size, folder)
             results = launch_configured(run_checks, arguments, config)
     except (WorkerFailed, SetUpCheckFailed) as error:
         raised = getattr(error.failure, "raised", None) if isinstance(error, WorkerFailed) else None

@@ -653,8 +653,8 @@ def schema_path() -> Path:
 
 def schema_text() -> str:
     """The JSON schema of a configuration file."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.json_schema()}
-    return f"{json.dumps(schema, indent=2)}\n"
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return f"{json.dumps({**dialect, **RunConfig.model_json_schema()}, indent=2)}\n"
 
 
 def config_text(config: RunConfig) -> str:
