@@ -25,7 +25,6 @@ from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
-    from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
     from nbaccel.plan.inventory import Inventory
@@ -93,8 +92,8 @@ def _export(
     files, command = exported_files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, files, overwrite=overwrite)
     print(f"{script_path}: code cells {', '.join(map(str, made_script.cell_numbers))}")
-    for file in files[1:]:
-        print(script_path.parent / file.name)
+    for name in [*files][1:]:
+        print(script_path.parent / name)
     _tell_changes(made_script, config_file)
     print(f"Run it:\n\n    {command}\n")
 
@@ -132,16 +131,16 @@ def _settings(made: MadeScript, config_file: str | None, further: dict[str, Any]
     return request.config
 
 
-def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
+def _write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
+    already = [str(folder / name) for name in files if (folder / name).exists()]
     if already and not overwrite:
         raise ConfigError(
             f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
             "--overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for exported_file in exported_files:
-        atomic.write_text(folder / exported_file.name, exported_file.text)
+    for name, text in files.items():
+        atomic.write_text(folder / name, text)
 
 
 _TEST_HELP = """\

@@ -46,15 +46,6 @@ _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "us
 _DEEPSPEED_FILE = "ds_config.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportedFile:
-    """A file to be written."""
-
-    name: str
-    text: str
-    submit: str = ""  # the command that starts what is in it; empty for a file that others read
-
-
 class _Place(NamedTuple):
     """How the nodes of a job find each other, as words of a shell."""
 
@@ -152,10 +143,10 @@ def _has_accelerators(config: RunConfig) -> bool:
     return config.device == "auto" or not device_row(config.device).in_host_memory
 
 
-def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
+def _slurm_job(config: RunConfig, stem: str) -> str:
     place = _Place('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     num_workers = config.num_processes or 1
-    text = _filled(
+    return _filled(
         "slurm.sbatch",
         stem=stem,
         num_nodes=config.num_nodes,
@@ -163,10 +154,9 @@ def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
         gpu_line=f"#SBATCH --gpus-per-node={num_workers}\n" if _has_accelerators(config) else "",
         command=shlex.quote(_own_command(config, f"{stem}.py", place)),
     )
-    return ExportedFile(name=f"{stem}.sbatch", text=text, submit=f"sbatch {stem}.sbatch")
 
 
-def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
+def _ray_job(config: RunConfig, stem: str) -> str:
     job_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
     if config.num_nodes > 1:
         num_processes = (config.num_processes or 1) * config.num_nodes
@@ -176,14 +166,13 @@ def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
     else:
         name = "gpus" if _has_accelerators(config) else "cpus"
         resource_line = f"  --entrypoint-num-{name} {config.num_processes or 1} \\\n"
-    text = _filled(
+    return _filled(
         "ray.sh",
         stem=stem,
         version=__version__,
         resource_line=resource_line,
         command=for_ray(_own_command(job_config, f"{stem}.py")),
     )
-    return ExportedFile(name=f"{stem}_ray.sh", text=text, submit=f"bash {stem}_ray.sh")
 
 
 def for_ray(command: str) -> str:
@@ -198,22 +187,25 @@ def for_ray(command: str) -> str:
     return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
 
 
-_JOBS = {"slurm": _slurm_job, "ray": _ray_job}
+# What makes a job's file, what comes after the script's name in that of the file, and its program.
+_JOBS = {"slurm": (_slurm_job, ".sbatch", "sbatch"), "ray": (_ray_job, "_ray.sh", "bash")}
 
 
 def exported_files(
     target: str, config: RunConfig, script_path: Path, script_text: str
-) -> tuple[list[ExportedFile], str]:
-    """The files to write, the script first, and the command that starts it."""
-    files = [ExportedFile(name=script_path.name, text=script_text)]
+) -> tuple[dict[str, str], str]:
+    """The texts of the files to write by name, the script first, and the command that starts it."""
+    files = {script_path.name: script_text}
     if target in _JOBS:
-        files.append(_JOBS[target](config, script_path.stem))
-        return files, files[-1].submit
+        make_text, name_end, program = _JOBS[target]
+        name = f"{script_path.stem}{name_end}"
+        files[name] = make_text(config, script_path.stem)
+        return files, f"{program} {name}"
     if target == "nbaccel":
         return files, _own_command(config, script_path.name)
     if config.deepspeed is not None:
         document = json.dumps(engine_config(config), indent=2)
-        files.append(ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n"))
+        files[_DEEPSPEED_FILE] = f"{document}\n"
     return files, _torchrun_command(config, script_path.name)
 
 

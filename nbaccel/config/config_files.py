@@ -466,14 +466,6 @@ def _fp8_backend(value: Any) -> Any:
     return names.get(str(value).lower().replace("-", ""), value)
 
 
-def _truth_values(value: Any) -> Any:
-    """Three truth values; YAML makes text of Python's tuple, and some files have one for all."""
-    if isinstance(value, str):
-        words = [word.strip().lower() for word in value.strip("()[] ").split(",")]
-        value = [word == "true" if word in ("true", "false") else word for word in words]
-    return [value] * 3 if isinstance(value, bool) else value
-
-
 def _read_block_scaling(reading: _Reading, key: str, value: Any) -> None:
     recipe = "mxfp8" if reading.truth(key, value) else "auto"
     _into("fp8", "recipe", lambda _: recipe)(reading, key, value)
@@ -488,7 +480,11 @@ _FP8_READERS: Mapping[str, _ReadKey] = {
         "amax_compute_algorithm": _into("fp8", "amax_compute_algo"),
         "optimization_level": _into("fp8", "opt_level"),
         "backend": _into("fp8", "backend", _fp8_backend),
-        "override_linear_precision": _into("fp8", "override_linear_precision", _truth_values),
+        # Some files have one truth value for all three.
+        "override_linear_precision": _into(
+            *("fp8", "override_linear_precision"),
+            lambda value: [value] * 3 if isinstance(value, bool) else value,
+        ),
         "use_mxfp8_block_scaling": _read_block_scaling,
     }.items()
 }
