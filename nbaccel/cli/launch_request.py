@@ -363,9 +363,6 @@ def _numbers_left(excluded_numbers: list[str]) -> list[str]:
     return [str(number) for number in kept_numbers]
 
 
-_SHOWN_CHARS = 60
-
-
 def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
     """Print every setting with its source, and the plan, or the command. Nothing is started."""
     console = terminal_console()
@@ -375,8 +372,6 @@ def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
         style = "dim" if source == _DEFAULT_SOURCE else None
         value = getattr(request.config, name)
         text = json.dumps(value) if isinstance(value, dict) else str("" if value is None else value)
-        if isinstance(value, dict) and len(text) > _SHOWN_CHARS:
-            text = f"{text[: _SHOWN_CHARS - 2]} …"
         table.add_row(name, text, source, style=style)
     console.print(table)
     if request.variables:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nbaccel import __version__
 from nbaccel.base import env
@@ -46,14 +46,6 @@ _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "us
 _DEEPSPEED_FILE = "ds_config.json"
 
 
-class _Place(NamedTuple):
-    """How the nodes of a job find each other, as words of a shell."""
-
-    node_rank: str
-    master_addr: str
-    master_port: str
-
-
 def settings_variables(config: RunConfig) -> dict[str, str]:
     """What `nbaccel launch` would set, for launchers that do not know these settings."""
     variables = dict(run_variables(config))
@@ -64,30 +56,27 @@ def settings_variables(config: RunConfig) -> dict[str, str]:
     return variables
 
 
-def _node_words(config: RunConfig, place: _Place | None = None) -> list[str]:
-    """The number of nodes, this node's, and where they meet: as torchrun has them, and so we."""
+def _node_words(
+    config: RunConfig, node_rank: str = "", master_addr: str = "", master_port: str = ""
+) -> list[str]:
+    """The number of nodes, this node's, and where they meet, which a job's shell may know."""
     if config.num_nodes == 1:
         return [] if config.use_port is None else [f"--master-port {config.use_port}"]
     name, _, port = config.rdzv_endpoint.rpartition(":")
-    place = place or _Place(
-        node_rank=str(config.node_rank),
-        master_addr=name or config.master_addr,
-        master_port=port or str(config.use_port or _PORT),
-    )
     return [
         f"--nnodes {config.num_nodes}",
-        f"--node-rank {place.node_rank}",
-        f"--master-addr {place.master_addr}",
-        f"--master-port {place.master_port}",
+        f"--node-rank {node_rank or config.node_rank}",
+        f"--master-addr {master_addr or name or config.master_addr}",
+        f"--master-port {master_port or port or config.use_port or _PORT}",
     ]
 
 
-def _nbaccel_words(config: RunConfig, place: _Place | None = None) -> list[str]:
+def _nbaccel_words(config: RunConfig, *place: str) -> list[str]:
     flags = changed_flags(config, left_out=_PLACE_SETTINGS)
     # An engine that finds the machines counts the workers on all of them.
     count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
     count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]
-    return ["nbaccel launch", *count_words, *_node_words(config, place), *flags]
+    return ["nbaccel launch", *count_words, *_node_words(config, *place), *flags]
 
 
 def _torchrun_words(config: RunConfig) -> list[str]:
@@ -114,8 +103,8 @@ def _meeting_words(config: RunConfig) -> list[str]:
     ]
 
 
-def _own_command(config: RunConfig, script_name: str, place: _Place | None = None) -> str:
-    return " ".join([*_nbaccel_words(config, place), shlex.quote(script_name)])
+def _own_command(config: RunConfig, script_name: str, *place: str) -> str:
+    return " ".join([*_nbaccel_words(config, *place), shlex.quote(script_name)])
 
 
 def _torchrun_command(config: RunConfig, script_name: str) -> str:
@@ -144,7 +133,7 @@ def _has_accelerators(config: RunConfig) -> bool:
 
 
 def _slurm_job(config: RunConfig, stem: str) -> str:
-    place = _Place('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+    place = ('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     num_workers = config.num_processes or 1
     return _filled(
         "slurm.sbatch",
@@ -152,7 +141,7 @@ def _slurm_job(config: RunConfig, stem: str) -> str:
         num_nodes=config.num_nodes,
         cpus=num_workers * (config.threads_per_process or 1),
         gpu_line=f"#SBATCH --gpus-per-node={num_workers}\n" if _has_accelerators(config) else "",
-        command=shlex.quote(_own_command(config, f"{stem}.py", place)),
+        command=shlex.quote(_own_command(config, f"{stem}.py", *place)),
     )
 
 
