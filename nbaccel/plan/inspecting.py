@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from nbaccel.base.optional_packages import installed_version
 from nbaccel.config.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
+from nbaccel.plan.topology import shared_memory_bytes
 
 _LimitNumber = TypeVar("_LimitNumber", int, float)
 
@@ -154,7 +154,7 @@ def inspect_machine() -> Inventory:
         cpu_cores=max(1, cores),
         host_total_bytes=_smaller_bytes(total_bytes, limits.memory_bytes),
         host_available_bytes=_smaller_bytes(available_bytes, limits.memory_free_bytes),
-        shm_bytes=_file_system_bytes(Path("/dev/shm")),
+        shm_bytes=shared_memory_bytes()[0],
         platform=sys.platform,
         torch_version=_cached_version("torch"),
         fork_supported=hasattr(os, "fork"),
@@ -186,10 +186,3 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
     return int(found_bytes) if limit_bytes is None else min(int(found_bytes), limit_bytes)
-
-
-def _file_system_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).total
-    except (OSError, AttributeError):  # no such folder; no such call
-        return 0
