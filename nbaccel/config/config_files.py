@@ -21,7 +21,7 @@ from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
 from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
 from nbaccel.config.run_config import RunConfig, merged_settings
-from nbaccel.config.text_forms import read_yaml, unreadable
+from nbaccel.config.text_forms import read_yaml_settings
 
 _NOT_ASKED = "distributed_type does not use it"
 _DEFAULT = "the default"
@@ -628,18 +628,7 @@ def _read_settings(file_path: Path) -> dict[str, Any]:
             f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
             "the path of a file that is there, or write one with nbaccel config."
         ) from error
-    try:
-        settings = read_yaml(text)
-    except ValueError as error:
-        raise unreadable(source_name, "YAML", error) from error
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict):
-        raise ConfigError(
-            f"{source_name} holds no settings: got {shown(settings)}. Settings need names. Write "
-            "names and values: num_processes: 2, for example; or write it with nbaccel config."
-        )
-    return {str(name): value for name, value in settings.items()}
+    return read_yaml_settings(text, source_name)
 
 
 def schema_path() -> Path:

@@ -17,7 +17,7 @@ from nbaccel.config.field_rules import FieldMistake, explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
 from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
-from nbaccel.config.text_forms import Plain, read_yaml, unreadable
+from nbaccel.config.text_forms import Plain, read_yaml_settings
 
 
 def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
@@ -443,16 +443,7 @@ class RunConfig(Plain):
         Raises:
             ConfigError: The text is no YAML mapping, or its settings are wrong.
         """
-        try:
-            settings = read_yaml(text)
-        except ValueError as error:
-            raise unreadable("A RunConfig", "YAML", error) from error
-        if not isinstance(settings, (dict, type(None))):
-            raise ConfigError(
-                f"A RunConfig cannot be read from YAML of {type(settings).__name__}: got "
-                f"{str(settings)[:60]!r}. Settings need names. Write names and values."
-            )
-        return cls(**{str(name): value for name, value in (settings or {}).items()})
+        return cls(**read_yaml_settings(text, f"A {cls.__name__}"))
 
 
 def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

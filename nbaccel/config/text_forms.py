@@ -163,6 +163,20 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def read_yaml_settings(text: str, source_name: str) -> dict[str, Any]:
+    """Settings by name, from YAML; none from an empty text."""
+    try:
+        settings = read_yaml(text)
+    except ValueError as error:
+        raise unreadable(source_name, "YAML", error) from error
+    if not isinstance(settings, (dict, type(None))):
+        raise ConfigError(
+            f"{source_name} holds no settings: got {shown(settings)}. Settings need names. Write "
+            "names and values: num_processes: 2, for example; or have nbaccel config write them."
+        )
+    return {str(name): value for name, value in (settings or {}).items()}
+
+
 def changed_settings(model: BaseModel) -> dict[str, Any]:
     """The settings that differ from their defaults, by name."""
     defaults = {name: field.default for name, field in type(model).model_fields.items()}
