@@ -7,7 +7,6 @@ import importlib.metadata
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -48,11 +47,6 @@ def is_installed(module_name: str) -> bool:
             return False
         module_spec = PathFinder.find_spec(f"{module_spec.name}.{submodule_name}", places)
     return module_spec is not None
-
-
-def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
-    """Whether a module could be imported and belongs to an installed package."""
-    return is_installed(module) and any(map(installed_version, distributions or (module,)))
 
 
 def installed_version(distribution_name: str) -> str:

@@ -391,13 +391,9 @@ def _line_of(value: Any) -> str:
 
 
 def _device_facts(inventory: Inventory) -> dict[str, Any]:
-    from nbaccel.devices.cuda import driver_versions
+    from nbaccel.devices.cuda import driver_version
 
-    driver_version, cuda_version = driver_versions()
-    facts: dict[str, Any] = {
-        "NVIDIA driver": driver_version or inventory.gpu_note or "none",
-        **({"CUDA of the driver": cuda_version} if cuda_version else {}),
-    }
+    facts: dict[str, Any] = {"NVIDIA driver": driver_version() or inventory.gpu_note or "none"}
     for unit in (*inventory.gpus, *inventory.accelerators):
         major, minor = unit.compute_capability
         facts[f"{unit.kind}:{unit.index}"] = (

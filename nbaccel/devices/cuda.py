@@ -204,17 +204,16 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
         return (), str(error)
 
 
-def driver_versions() -> tuple[str, str]:
-    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context."""
+def driver_version() -> str:
+    """The driver and the newest CUDA that it serves, without a CUDA context; empty for none."""
     try:
         with _driver("Asking for the driver's version") as nvml:
-            version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
             # CUDA's number for 12.4 is 12040.
-            number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
+            number = nvml.nvmlSystemGetCudaDriverVersion()
+            cuda_version = f"{number // 1000}.{number % 1000 // 10}"
+            return f"{nvml.nvmlSystemGetDriverVersion()}, CUDA {cuda_version}"
     except Exception:  # without the library or a driver there is nothing to read
-        return "", ""
-    text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
-    return str(version), text
+        return ""
 
 
 @contextlib.contextmanager
