@@ -163,11 +163,6 @@ _REMEDIES = {
 _AT_START = "Nothing was trained: the workers did not start, or could not prepare the model."
 
 
-def add_test(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
-
-
 def _test(config_file: ConfigFile = None, **further_options: Any) -> None:
     from nbaccel.cli.launch_request import read_launch_request, read_settings_file
 
@@ -436,6 +431,7 @@ def _config_facts(config_file: str | None) -> dict[str, Any]:
 
 def add_others(app: typer.Typer) -> None:
     """Add the subcommands that come after ``launch``."""
+    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
     add_command(
         app,
         "export",

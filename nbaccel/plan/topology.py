@@ -64,11 +64,6 @@ class Topology:
             for local_rank in range(num_workers)
         )
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the worker of rank 0."""
-        return self.rank == 0
-
     def variables(
         self,
         *,

@@ -82,7 +82,6 @@ def test_ranks_follow_the_nodes():
 
     assert [(w.rank, w.local_rank) for w in workers] == [(2, 0), (3, 1)]
     assert {(w.world_size, w.local_world_size, w.node_rank) for w in workers} == {(6, 2, 1)}
-    assert not any(worker.is_main for worker in workers)
 
 
 def test_variables_of_a_worker_respect_the_users_interface_and_other_nodes():
