@@ -94,16 +94,11 @@ def _export(
     print(f"{script_path}: code cells {', '.join(map(str, made_script.cell_numbers))}")
     for name in [*files][1:]:
         print(script_path.parent / name)
-    _tell_changes(made_script, config_file)
+    _tell_unread(made_script, config_file)
     print(f"Run it:\n\n    {command}\n")
 
 
-def _tell_changes(made_script: MadeScript, config_file: str | None) -> None:
-    if made_script.num_magics:
-        print(
-            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
-            file=sys.stderr,
-        )
+def _tell_unread(made_script: MadeScript, config_file: str | None) -> None:
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
         print(
             f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
