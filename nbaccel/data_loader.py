@@ -8,7 +8,6 @@ for several processes; then one per epoch for its workers; one more where the sa
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -340,7 +339,8 @@ def skip_first_batches(
     if isinstance(dataloader, PreparedLoader):
         return _skip_prepared_batches(dataloader, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
-        return _DroppingLoader(dataloader, num_batches)
+        options = {**_size_options(dataloader), **_loader_options(dataloader)}
+        return SkipDataLoader(dataloader.dataset, num_batches, **options)
     remaining = SkipBatchSampler(_index_batches(dataloader), num_batches)
     stateful = hasattr(dataloader, "state_dict")
     return _rebuild_loader(dataloader, stateful=stateful, index_batches=remaining)
@@ -367,20 +367,6 @@ def _skip_prepared_batches(loader: PreparedLoader, num_batches: int) -> Prepared
     if isinstance(loader, DataLoaderDispatcher):
         vars(skipping_loader)["slice_fn"] = loader.slice_fn
     return skipping_loader
-
-
-class _DroppingLoader(DataLoader[Any]):
-    """A torch loader of an iterable dataset whose first batches are read and thrown away."""
-
-    def __init__(self, loader: DataLoader[Any], num_batches: int) -> None:
-        super().__init__(loader.dataset, **_size_options(loader), **_loader_options(loader))
-        self._num_batches = num_batches
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self._num_batches)
-
-    def __iter__(self) -> Any:
-        return itertools.islice(super().__iter__(), self._num_batches, None)
 
 
 def _index_batches(loader: DataLoader[Any]) -> Any:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.optional_packages import is_installed, is_package, require
+from nbaccel.base.optional_packages import installed_version, is_installed, require
 from nbaccel.config.enumerations import LoggerType
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import closest, dotted_items, shown
@@ -645,7 +645,8 @@ BUILT_IN_TRACKERS: dict[str, type[GeneralTracker]] = {
 def is_there(name: str) -> bool:
     """Whether a tracker's package is installed; a folder of its name is none."""
     if name in SERVICES:
-        return is_package(name, SERVICES[name].distributions)
+        distributions = SERVICES[name].distributions or (name,)
+        return is_installed(name) and any(map(installed_version, distributions))
     return name != TensorBoardTracker.name or is_installed(name)
 
 

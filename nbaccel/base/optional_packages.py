@@ -7,7 +7,6 @@ import importlib.metadata
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -40,11 +39,7 @@ def is_installed(module_name: str) -> bool:
         # An entry of None makes Python refuse the import.
         return sys.modules[module_name] is not None
     top_package, *submodule_names = module_name.split(".")
-    try:
-        module_spec = find_spec(top_package)
-    # Raised for a loaded module without a spec, as __main__ is.
-    except ValueError:
-        return not submodule_names
+    module_spec = find_spec(top_package)
     # find_spec("a.b") would import `a`; walking the search locations does not.
     for submodule_name in submodule_names:
         places = None if module_spec is None else module_spec.submodule_search_locations
@@ -52,11 +47,6 @@ def is_installed(module_name: str) -> bool:
             return False
         module_spec = PathFinder.find_spec(f"{module_spec.name}.{submodule_name}", places)
     return module_spec is not None
-
-
-def is_package(module: str, distributions: Iterable[str] = ()) -> bool:
-    """Whether a module could be imported and belongs to an installed package."""
-    return is_installed(module) and any(map(installed_version, distributions or (module,)))
 
 
 def installed_version(distribution_name: str) -> str:

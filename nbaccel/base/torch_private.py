@@ -164,13 +164,8 @@ def orthogonalizes_matrices() -> bool:
     # pytorch/pytorch#75157 made it batched, and left the hook `batched_powerSGD_hook` as it was.
     module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
     try:
-        orthogonalize = importlib.import_module(module)._orthogonalize
-    except (ImportError, AttributeError):
-        # Unknown, so the hook stays refused.
-        return False
-    try:
-        orthogonalize(torch.eye(2))
-    except AssertionError:
+        importlib.import_module(module)._orthogonalize(torch.eye(2))
+    except (ImportError, AttributeError, AssertionError):  # unknown, or only of batches
         return False
     return True
 

@@ -56,7 +56,6 @@ _INTERRUPTED = 130  # the shell's status for SIGINT
 
 _COMMANDS: tuple[str, ...] = (
     "nbaccel.cli.config_command:add_to",
-    "nbaccel.cli.commands:add_test",
     "nbaccel.cli.launch_command:add_to",
     "nbaccel.cli.commands:add_others",
 )

@@ -25,14 +25,13 @@ from nbaccel.cli import plain_table, terminal_console
 from nbaccel.cli.launch_options import ConfigFile, add_command, own_option
 
 if TYPE_CHECKING:
-    from nbaccel.cli.script_commands import ExportedFile
     from nbaccel.cli.script_making import MadeScript
     from nbaccel.config import RunConfig
     from nbaccel.plan.inventory import Inventory
 
 
 _CLUSTERS = ("slurm", "ray")
-_TARGETS = ("nbaccel", "torchrun", "accelerate", "deepspeed", *_CLUSTERS)
+_TARGETS = ("nbaccel", "torchrun", *_CLUSTERS)
 _EXPORT_HELP = """\
 Write a script out of a notebook, and the command line or job that runs it.
 
@@ -93,18 +92,13 @@ def _export(
     files, command = exported_files(to, config, script_path, made_script.text)
     _write_files(script_path.parent, files, overwrite=overwrite)
     print(f"{script_path}: code cells {', '.join(map(str, made_script.cell_numbers))}")
-    for file in files[1:]:
-        print(script_path.parent / file.name)
-    _tell_changes(made_script, config_file)
+    for name in [*files][1:]:
+        print(script_path.parent / name)
+    _tell_unread(made_script, config_file)
     print(f"Run it:\n\n    {command}\n")
 
 
-def _tell_changes(made_script: MadeScript, config_file: str | None) -> None:
-    if made_script.num_magics:
-        print(
-            f"nbaccel: {made_script.num_magics} lines of magics and commands are comments now.",
-            file=sys.stderr,
-        )
+def _tell_unread(made_script: MadeScript, config_file: str | None) -> None:
     if made_script.launch is not None and made_script.launch.unread and config_file is None:
         print(
             f"nbaccel: {', '.join(made_script.launch.unread)} of the launch cannot be read without "
@@ -132,16 +126,16 @@ def _settings(made: MadeScript, config_file: str | None, further: dict[str, Any]
     return request.config
 
 
-def _write_files(folder: Path, exported_files: list[ExportedFile], *, overwrite: bool) -> None:
-    already = [str(folder / file.name) for file in exported_files if (folder / file.name).exists()]
+def _write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
+    already = [str(folder / name) for name in files if (folder / name).exists()]
     if already and not overwrite:
         raise ConfigError(
             f"{', '.join(already)} would be replaced: what is in there may be yours. Give "
             "--overwrite, or another --output."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for exported_file in exported_files:
-        atomic.write_text(folder / exported_file.name, exported_file.text)
+    for name, text in files.items():
+        atomic.write_text(folder / name, text)
 
 
 _TEST_HELP = """\
@@ -162,11 +156,6 @@ _REMEDIES = {
     "checkpoint": "Look at the free space and the permissions of the temporary folder (TMPDIR).",
 }
 _AT_START = "Nothing was trained: the workers did not start, or could not prepare the model."
-
-
-def add_test(app: typer.Typer) -> None:
-    """Add the subcommand."""
-    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
 
 
 def _test(config_file: ConfigFile = None, **further_options: Any) -> None:
@@ -196,7 +185,7 @@ def _run_test(config: RunConfig) -> int:
     start_time = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="nbaccel-test-") as folder:
-            arguments = (config.to_json(), plan.world_size, folder)
+            arguments = (config, plan.world_size, folder)
             results = launch_configured(run_checks, arguments, config)
     except (WorkerFailed, SetUpCheckFailed) as error:
         raised = getattr(error.failure, "raised", None) if isinstance(error, WorkerFailed) else None
@@ -361,7 +350,6 @@ def _show_env(
             "folder": str(Path(__file__).parent.parent),
             "Python": f"{platform.python_version()} ({platform.python_implementation()})",
             "executable": sys.executable,
-            "front end": inventory.front_end,
         },
         "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
         "machine": {
@@ -393,13 +381,9 @@ def _line_of(value: Any) -> str:
 
 
 def _device_facts(inventory: Inventory) -> dict[str, Any]:
-    from nbaccel.devices.cuda import driver_versions
+    from nbaccel.devices.cuda import driver_version
 
-    driver_version, cuda_version = driver_versions()
-    facts: dict[str, Any] = {
-        "NVIDIA driver": driver_version or inventory.gpu_note or "none",
-        **({"CUDA of the driver": cuda_version} if cuda_version else {}),
-    }
+    facts: dict[str, Any] = {"NVIDIA driver": driver_version() or inventory.gpu_note or "none"}
     for unit in (*inventory.gpus, *inventory.accelerators):
         major, minor = unit.compute_capability
         facts[f"{unit.kind}:{unit.index}"] = (
@@ -442,6 +426,7 @@ def _config_facts(config_file: str | None) -> dict[str, Any]:
 
 def add_others(app: typer.Typer) -> None:
     """Add the subcommands that come after ``launch``."""
+    add_command(app, "test", _test, description=_TEST_HELP, short_help="does this set-up train?")
     add_command(
         app,
         "export",

@@ -27,7 +27,7 @@ Run a script in one worker per device, as `torchrun` and `accelerate launch` do.
     nbaccel launch -n 2 --mixed-precision bf16 train.py --lr 0.1
 
 What comes after the script belongs to the script. Options are written with `-` or `_`, and those
-of `accelerate launch`, `torchrun` and `deepspeed` are understood, too: --peer-options lists them.
+of `accelerate launch`, `torchrun` and `deepspeed` are understood, too, or said to have no effect.
 Flags are stronger than the file of --config-file, which is stronger than the defaults; --dry-run
 shows where each value is from and what would happen.
 """
@@ -59,18 +59,10 @@ def _launch(
     quiet: bool = own_option(
         False, "-q", "--quiet", help="Leave out notes and warnings before the start."
     ),
-    peer_options: bool = own_option(
-        False,
-        "--peer-options",
-        help="List the options of accelerate launch, torchrun and deepspeed, and what they do.",
-    ),
     **further_options: Any,
 ) -> None:
     from nbaccel.cli import launch_request
 
-    if peer_options:
-        launch_request.show_peer_options()
-        raise typer.Exit
     request = launch_request.read_launch_request(
         {**further_options, "debug": debug}, launch_request.read_settings_file(config_file)
     )

@@ -48,18 +48,6 @@ class PeerOption:
         """Its name as a Python word: that of the parameter that holds it."""
         return self.flag.strip("-").replace("-", "_")
 
-    @property
-    def meaning(self) -> str:
-        """What it does here, in one line."""
-        return {
-            "setting": f"--{self.target.replace('_', '-')} {self.constant}".rstrip(),
-            "variable": f"environment variable {self.target}",
-            "fp8-setting": f"{self.target} of --fp8",
-            "computed": self.reason,
-            "none": f"no effect: {self.reason}",
-            "refused": f"refused: {self.reason}",
-        }[self.effect]
-
 
 # A heading has the command, the effect, and the strategy that it needs; below it stand flags, with
 # `=value` behind those of a switch, and the target or the reason. `*`: see `_FAMILIES`. argparse
@@ -80,7 +68,6 @@ accelerate launch: setting
 accelerate launch: computed
     --use-deepspeed=yes                  --strategy deepspeed, at stage 2 where nothing says another
     --gpu-ids                            environment variable CUDA_VISIBLE_DEVICES; all takes all
-    -t/--tee                             --shown-output: what is shown beside being written to --log-dir
     --deepspeed-inclusion-filter         as --include
     --deepspeed-exclusion-filter         as --exclude
     --env                                an environment variable of workers: NAME=VALUE
@@ -110,6 +97,7 @@ accelerate launch: fp8-setting
     --fp8-use-autocast-during-eval=true  use_autocast_during_eval
 accelerate launch: none
     --same-network=yes                   machines meet at the address of the first one
+    -t/--tee                             all is shown, and --log-dir writes it to files, too
     --role                               workers have one role, named worker in log_line_prefix_template
     --main-training-function             a script calls its function itself
     --no-tpu-cluster=yes                 TPU pods are never started from here
@@ -131,9 +119,9 @@ torchrun: computed
     --nproc-per-node                     --num-processes on each machine; auto, gpu and cpu are known
     --nnode/--nnodes                     --num-nodes; MIN:MAX for nodes that may come and go
     --standalone=yes                     one machine, with a free port: --num-nodes 1
-    -r/--redirects                       --shown-output: streams that go to --log-dir alone
-    --local-ranks-filter                 --shown-output: only these local ranks are shown
 torchrun: none
+    -r/--redirects                       --log-dir writes files; --shown-output says which streams are shown beside
+    --local-ranks-filter                 --shown-output says which local ranks are shown
     --run-path=yes                       scripts run in the worker's own interpreter always
     --event-log-handler                  there is no log of events
     --logs-specs                         --log-dir writes the files
@@ -349,8 +337,7 @@ def _peer_parameter(option: PeerOption, taken_flags: set[str]) -> inspect.Parame
         typer.Option(
             *(flag for flag in option.flags if flag not in taken_flags),
             metavar=None if option.is_switch else "VALUE",
-            help=option.meaning,
-            # A hundred and fifty of them would hide the settings; they have a list of their own.
+            # A hundred and fifty of them would hide the settings.
             hidden=True,
         ),
     )

@@ -6,7 +6,6 @@ defaults ◄── file (--config-file) ◄── flags, in the spelling of any 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,8 +37,6 @@ _FILTER_NAMES = {
     "exclude": ("exclude", "deepspeed_exclusion_filter"),
 }
 _THIS_MACHINE = frozenset({"localhost", "127.0.0.1"})
-_EVERY_STREAM = 3
-_STREAMS_TEXT = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +163,6 @@ class _OptionReader:
         self._read_devices(given)
         self._read_environment(given)
         self._read_strategy(given)
-        self._read_output(given)
 
     def _read_nodes(self, given: Mapping[str, Any]) -> None:
         if given.get("standalone"):
@@ -312,44 +308,6 @@ class _OptionReader:
         if "num_processes" not in self.settings:
             self._put("num_processes", len(numbers), flag)
 
-    def _read_output(self, given: Mapping[str, Any]) -> None:
-        """Read torchrun's ``--tee``, ``--redirects`` and ``--local-ranks-filter``."""
-        redirects = self._streams(given, "redirects")
-        tees = self._streams(given, "tee")
-        has_log_dir = bool("log_dir" in self.settings or self.file.config.log_dir)
-        if not has_log_dir and any(redirects.values()):
-            self.mistakes.append(
-                f"--redirects={given['redirects']!r} needs a folder: what is redirected would be "
-                "lost. Give --log-dir DIR, too."
-            )
-        if not has_log_dir and any(tees.values()):
-            self.notes.append("--tee has no effect without --log-dir: everything is shown anyway.")
-        text = _shown_text(redirects, tees, self._shown_ranks(given.get("local_ranks_filter")))
-        if text is not None:
-            flag = "--redirects" if any(redirects.values()) else "--local-ranks-filter"
-            self._put("shown_output", text, flag)
-
-    def _streams(self, given: Mapping[str, Any], option_name: str) -> dict[int | None, int]:
-        """``0:3,1:2`` by local rank; a number alone stands for all ranks, under None."""
-        text = str(given.get(option_name) or "0").replace(" ", "")
-        if not _STREAMS_TEXT.fullmatch(text):
-            self.mistakes.append(
-                f"--{option_name} must be 0, 1 (stdout), 2 (stderr), 3 (both) or pairs such as "
-                f"0:3,1:2: got {text!r}. It says which streams it is about. Give 3 for both."
-            )
-            return {None: 0}
-        parts = [part.rpartition(":") for part in text.split(",")]
-        return {int(rank) if rank else None: int(number) for rank, _, number in parts}
-
-    def _shown_ranks(self, filter_text: Any) -> list[int]:
-        words = [word.strip() for word in str(filter_text or "").split(",") if word.strip()]
-        if all(word.isdecimal() for word in words):
-            return [int(word) for word in words]
-        self.mistakes.append(
-            f"--local-ranks-filter must be local ranks to show, such as 0,1: got {filter_text!r}."
-        )
-        return []
-
     def request(self) -> LaunchRequest:
         """What was asked for, if nothing is wrong."""
         if self.fp8_settings:
@@ -405,26 +363,6 @@ def _numbers_left(excluded_numbers: list[str]) -> list[str]:
     return [str(number) for number in kept_numbers]
 
 
-def _shown_text(
-    redirects: Mapping[int | None, int], tees: Mapping[int | None, int], shown_ranks: list[int]
-) -> str | None:
-    """``RunConfig.shown_output``; None where all is shown."""
-
-    def streams(rank: int | None) -> int:
-        hidden = redirects.get(rank, redirects.get(None, 0)) & ~tees.get(rank, tees.get(None, 0))
-        return _EVERY_STREAM & ~hidden
-
-    default_streams = 0 if shown_ranks else streams(None)
-    ranks = sorted(shown_ranks or {rank for rank in (*redirects, *tees) if rank is not None})
-    if default_streams == _EVERY_STREAM and not ranks:
-        return None
-    pairs = [f"{rank}:{streams(rank)}" for rank in ranks if streams(rank) != default_streams]
-    return ",".join([str(default_streams), *pairs])
-
-
-_SHOWN_CHARS = 60
-
-
 def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
     """Print every setting with its source, and the plan, or the command. Nothing is started."""
     console = terminal_console()
@@ -434,8 +372,6 @@ def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
         style = "dim" if source == _DEFAULT_SOURCE else None
         value = getattr(request.config, name)
         text = json.dumps(value) if isinstance(value, dict) else str("" if value is None else value)
-        if isinstance(value, dict) and len(text) > _SHOWN_CHARS:
-            text = f"{text[: _SHOWN_CHARS - 2]} …"
         table.add_row(name, text, source, style=style)
     console.print(table)
     if request.variables:
@@ -451,15 +387,3 @@ def show_dry_run(request: LaunchRequest, engine_command: str) -> None:
         with env.applied(dict(request.variables)):
             sys.stdout.write(f"{plan_of_command(request.config).explain()}\n")
     sys.stdout.write("\nNothing was started: --dry-run.\n")
-
-
-def show_peer_options() -> None:
-    """Print each option of other commands, and what it does here."""
-    console = terminal_console()
-    for peer in dict.fromkeys(option.peer for option in PEER_OPTIONS):
-        table = plain_table(f"Options of {peer}", "option", "here")
-        for option in PEER_OPTIONS:
-            if option.peer == peer:
-                table.add_row(", ".join(option.flags), option.meaning)
-        console.print(table)
-        console.print()

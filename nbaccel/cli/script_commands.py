@@ -1,4 +1,4 @@
-"""What starts a script: a command line in four languages, jobs around it, and engines' commands.
+"""What starts a script: a command line in two languages, jobs around it, and engines' commands.
 
     settings ─► torchrun, deepspeed, srun torchrun or ray job submit, in the place of this process
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from nbaccel import __version__
 from nbaccel.base import env
@@ -46,23 +46,6 @@ _PLACE_SETTINGS = ("num_processes", "num_nodes", "node_rank", "master_addr", "us
 _DEEPSPEED_FILE = "ds_config.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportedFile:
-    """A file to be written."""
-
-    name: str
-    text: str
-    submit: str = ""  # the command that starts what is in it; empty for a file that others read
-
-
-class _Place(NamedTuple):
-    """How the nodes of a job find each other, as words of a shell."""
-
-    node_rank: str
-    master_addr: str
-    master_port: str
-
-
 def settings_variables(config: RunConfig) -> dict[str, str]:
     """What `nbaccel launch` would set, for launchers that do not know these settings."""
     variables = dict(run_variables(config))
@@ -73,46 +56,34 @@ def settings_variables(config: RunConfig) -> dict[str, str]:
     return variables
 
 
-_NODE_FLAGS = {
-    "nbaccel": ("--num-nodes", "--node-rank", "--master-addr", "--master-port"),
-    "torchrun": ("--nnodes", "--node-rank", "--master-addr", "--master-port"),
-    "accelerate": ("--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port"),
-    "deepspeed": ("--num_nodes", "--no_ssh --node_rank", "--master_addr", "--master_port"),
-}
-"""How each command writes the number of nodes, this node's, and where they meet."""
-
-
-def _node_words(command: str, config: RunConfig, place: _Place | None) -> list[str]:
-    nodes_flag, rank_flag, address_flag, port_flag = _NODE_FLAGS[command]
+def _node_words(
+    config: RunConfig, node_rank: str = "", master_addr: str = "", master_port: str = ""
+) -> list[str]:
+    """The number of nodes, this node's, and where they meet, which a job's shell may know."""
     if config.num_nodes == 1:
-        return [] if config.use_port is None else [f"{port_flag} {config.use_port}"]
+        return [] if config.use_port is None else [f"--master-port {config.use_port}"]
     name, _, port = config.rdzv_endpoint.rpartition(":")
-    place = place or _Place(
-        node_rank=str(config.node_rank),
-        master_addr=name or config.master_addr,
-        master_port=port or str(config.use_port or _PORT),
-    )
     return [
-        f"{nodes_flag} {config.num_nodes}",
-        f"{rank_flag} {place.node_rank}",
-        f"{address_flag} {place.master_addr}",
-        f"{port_flag} {place.master_port}",
+        f"--nnodes {config.num_nodes}",
+        f"--node-rank {node_rank or config.node_rank}",
+        f"--master-addr {master_addr or name or config.master_addr}",
+        f"--master-port {master_port or port or config.use_port or _PORT}",
     ]
 
 
-def _nbaccel_words(config: RunConfig, place: _Place | None) -> list[str]:
+def _nbaccel_words(config: RunConfig, *place: str) -> list[str]:
     flags = changed_flags(config, left_out=_PLACE_SETTINGS)
     # An engine that finds the machines counts the workers on all of them.
     count_flag = "--nproc-per-node" if config.engine == "auto" else "--num-processes"
     count_words = [] if config.num_processes is None else [f"{count_flag} {config.num_processes}"]
-    return ["nbaccel launch", *count_words, *_node_words("nbaccel", config, place), *flags]
+    return ["nbaccel launch", *count_words, *_node_words(config, *place), *flags]
 
 
-def _torchrun_words(config: RunConfig, place: _Place | None) -> list[str]:
+def _torchrun_words(config: RunConfig) -> list[str]:
     restarts = [f"--max-restarts {config.max_restarts}"] if config.max_restarts else []
     count = "gpu" if config.num_processes is None else config.num_processes
     may_leave = engine_row(chosen_engine(config)[0]).starts_scripts_only
-    nodes = _meeting_words(config) if may_leave else _node_words("torchrun", config, place)
+    nodes = _meeting_words(config) if may_leave else _node_words(config)
     return ["torchrun", f"--nproc-per-node {count}", *nodes, *restarts]
 
 
@@ -132,39 +103,17 @@ def _meeting_words(config: RunConfig) -> list[str]:
     ]
 
 
-def _accelerate_words(config: RunConfig, place: _Place | None) -> list[str]:
-    num_processes = (config.num_processes or 1) * config.num_nodes
-    # Under --cpu it starts one process; so workers on the CPU are asked for by a variable.
-    several = ["--multi_gpu"] if num_processes > 1 and not config.uses_deepspeed else []
-    deepspeed = ["--use_deepspeed"] if config.uses_deepspeed else []
-    words = ["accelerate launch", *several, *deepspeed, f"--num_processes {num_processes}"]
-    return [*words, *_node_words("accelerate", config, place)]
+def _own_command(config: RunConfig, script_name: str, *place: str) -> str:
+    return " ".join([*_nbaccel_words(config, *place), shlex.quote(script_name)])
 
 
-def _deepspeed_words(config: RunConfig, place: _Place | None) -> list[str]:
-    count_words = [] if config.num_processes is None else [f"--num_gpus {config.num_processes}"]
-    # The script reads its rank from the environment, as everywhere else.
-    first_words = ["deepspeed", "--no_local_rank"]
-    return [*first_words, *count_words, *_node_words("deepspeed", config, place)]
-
-
-COMMANDS = {
-    "nbaccel": _nbaccel_words,
-    "torchrun": _torchrun_words,
-    "accelerate": _accelerate_words,
-    "deepspeed": _deepspeed_words,
-}
-"""The commands that can start a script, by name."""
-
-
-def command_line(command: str, config: RunConfig, script_name: str, place: Any = None) -> str:
-    """The command line that runs a script."""
-    variables = {} if command == "nbaccel" else settings_variables(config)
-    if variables and config.deepspeed is not None:
+def _torchrun_command(config: RunConfig, script_name: str) -> str:
+    variables = settings_variables(config)
+    if config.deepspeed is not None:
         # A file that can be read in the place of its text in base64.
         variables["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = _DEEPSPEED_FILE
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    return " ".join([*words, *COMMANDS[command](config, place), shlex.quote(script_name)])
+    return " ".join([*words, *_torchrun_words(config), shlex.quote(script_name)])
 
 
 class _Template(string.Template):
@@ -183,21 +132,20 @@ def _has_accelerators(config: RunConfig) -> bool:
     return config.device == "auto" or not device_row(config.device).in_host_memory
 
 
-def _slurm_job(config: RunConfig, stem: str) -> ExportedFile:
-    place = _Place('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+def _slurm_job(config: RunConfig, stem: str) -> str:
+    place = ('"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     num_workers = config.num_processes or 1
-    text = _filled(
+    return _filled(
         "slurm.sbatch",
         stem=stem,
         num_nodes=config.num_nodes,
         cpus=num_workers * (config.threads_per_process or 1),
         gpu_line=f"#SBATCH --gpus-per-node={num_workers}\n" if _has_accelerators(config) else "",
-        command=shlex.quote(command_line("nbaccel", config, f"{stem}.py", place)),
+        command=shlex.quote(_own_command(config, f"{stem}.py", *place)),
     )
-    return ExportedFile(name=f"{stem}.sbatch", text=text, submit=f"sbatch {stem}.sbatch")
 
 
-def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
+def _ray_job(config: RunConfig, stem: str) -> str:
     job_config = config.changed(num_nodes=1, node_rank=0, master_addr="127.0.0.1", use_port=None)
     if config.num_nodes > 1:
         num_processes = (config.num_processes or 1) * config.num_nodes
@@ -207,14 +155,13 @@ def _ray_job(config: RunConfig, stem: str) -> ExportedFile:
     else:
         name = "gpus" if _has_accelerators(config) else "cpus"
         resource_line = f"  --entrypoint-num-{name} {config.num_processes or 1} \\\n"
-    text = _filled(
+    return _filled(
         "ray.sh",
         stem=stem,
         version=__version__,
         resource_line=resource_line,
-        command=for_ray(command_line("nbaccel", job_config, f"{stem}.py")),
+        command=for_ray(_own_command(job_config, f"{stem}.py")),
     )
-    return ExportedFile(name=f"{stem}_ray.sh", text=text, submit=f"bash {stem}_ray.sh")
 
 
 def for_ray(command: str) -> str:
@@ -229,21 +176,26 @@ def for_ray(command: str) -> str:
     return f"echo {letters} '|' base64 -d '|' bash  # {' '.join(command.split())}"
 
 
-_JOBS = {"slurm": _slurm_job, "ray": _ray_job}
+# What makes a job's file, what comes after the script's name in that of the file, and its program.
+_JOBS = {"slurm": (_slurm_job, ".sbatch", "sbatch"), "ray": (_ray_job, "_ray.sh", "bash")}
 
 
 def exported_files(
     target: str, config: RunConfig, script_path: Path, script_text: str
-) -> tuple[list[ExportedFile], str]:
-    """The files to write, the script first, and the command that starts it."""
-    files = [ExportedFile(name=script_path.name, text=script_text)]
+) -> tuple[dict[str, str], str]:
+    """The texts of the files to write by name, the script first, and the command that starts it."""
+    files = {script_path.name: script_text}
     if target in _JOBS:
-        files.append(_JOBS[target](config, script_path.stem))
-        return files, files[-1].submit
-    if target != "nbaccel" and config.deepspeed is not None:
+        make_text, name_end, program = _JOBS[target]
+        name = f"{script_path.stem}{name_end}"
+        files[name] = make_text(config, script_path.stem)
+        return files, f"{program} {name}"
+    if target == "nbaccel":
+        return files, _own_command(config, script_path.name)
+    if config.deepspeed is not None:
         document = json.dumps(engine_config(config), indent=2)
-        files.append(ExportedFile(name=_DEEPSPEED_FILE, text=f"{document}\n"))
-    return files, command_line(target, config, script_path.name)
+        files[_DEEPSPEED_FILE] = f"{document}\n"
+    return files, _torchrun_command(config, script_path.name)
 
 
 _IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job
@@ -322,7 +274,7 @@ def _notes(config: RunConfig, setting_names: Sequence[str], program: str) -> tup
 
 def _torchrun(request: LaunchRequest, script: Script) -> EngineCommand:
     config = request.config
-    [_, *options] = shlex.split(" ".join(COMMANDS["torchrun"](config, None)))
+    [_, *options] = shlex.split(" ".join(_torchrun_words(config)))
     return EngineCommand(
         words=["torchrun", *options, *_log_options(config), *_script_words(script)],
         variables=_torchrun_variables(request),
@@ -427,7 +379,7 @@ def _ray_submission(request: LaunchRequest, script: Script) -> EngineCommand | N
         raise ConfigError(registry.engine("ray").unavailable_reason(config))
     assignments = [f"{name}={value}" for name, value in request.variables.items()]
     environment = ["env", *map(shlex.quote, assignments)] if assignments else []
-    words = [*environment, *COMMANDS["nbaccel"](config, None), shlex.join(_script_words(script))]
+    words = [*environment, *_nbaccel_words(config), shlex.join(_script_words(script))]
     submit_words = ["ray", "job", "submit", "--working-dir", ".", "--"]
     command = shlex.split(for_ray(" ".join(words)), comments=True)
     return EngineCommand(words=[*submit_words, *command])

@@ -39,7 +39,6 @@ class NotebookCell:
     number: int  # its place among the cells with code, from 1
     code: str  # as plain Python
     tags: frozenset[str]
-    num_magics: int  # how many lines became comments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +70,18 @@ def read_notebook(notebook_path: Path) -> list[NotebookCell]:
     cells = []
     for number, cell in enumerate(code_cells, 1):
         tags = frozenset(cell.get("metadata", {}).get("tags", ()))
-        code, num_magics = _without_magics("".join(cell["source"]))
-        cells.append(NotebookCell(number=number, code=code, tags=tags, num_magics=num_magics))
+        code = _without_magics("".join(cell["source"]))
+        cells.append(NotebookCell(number=number, code=code, tags=tags))
     kept_cells = [cell for cell in cells if SKIP_TAG not in cell.tags]
     refuse_mistakes(filter(None, map(_syntax_mistake, kept_cells)))
     return kept_cells
 
 
-def _without_magics(source: str) -> tuple[str, int]:
+def _without_magics(source: str) -> str:
     cell_magic = re.match(r"\s*%%(\w+)(.*)", source)
     if cell_magic and cell_magic[1] not in _PYTHON_CELL_MAGICS:
-        return "\n".join(f"# {line}" for line in source.splitlines()), source.count("\n") + 1
+        return "\n".join(f"# {line}" for line in source.splitlines())
     lines = source.splitlines()
-    num_magics = 0
     # Only of a cell that is no Python as it stands: a text may have a line that begins with "!".
     try:
         ast.parse(source)
@@ -97,8 +95,7 @@ def _without_magics(source: str) -> tuple[str, int]:
                 block = f"{indent}pass  # " if indent else "# "
                 lines[position] = f"{block}{line.strip()}"
                 goes_on = line.rstrip().endswith("\\")
-                num_magics += 1
-    return "\n".join(lines), num_magics
+    return "\n".join(lines)
 
 
 def _syntax_mistake(cell: NotebookCell) -> str:
@@ -197,7 +194,6 @@ class MadeScript:
     text: str
     cell_numbers: tuple[int, ...]
     launch: LaunchCall | None = None  # the call that it stands for; None where cells were tagged
-    num_magics: int = 0  # how many lines of magics became comments
 
 
 def make_script(
@@ -210,7 +206,7 @@ def make_script(
     if tagged_cells and not function_name:
         return _of_tagged_cells(tagged_cells, launches, notebook_name)
     launch = _chosen_launch(launches, cells, function_name)
-    return _of_launch(launch, statements, cells, notebook_name)
+    return _of_launch(launch, statements, notebook_name)
 
 
 def find_launches(statements: Iterable[Statement]) -> list[LaunchCall]:
@@ -326,16 +322,11 @@ def _of_tagged_cells(
                 launched = launch
         parts.append(f"# Cell {cell.number}\n{text}")
     return MadeScript(
-        text=_joined(parts),
-        cell_numbers=tuple(cell.number for cell in cells),
-        launch=launched,
-        num_magics=sum(cell.num_magics for cell in cells),
+        text=_joined(parts), cell_numbers=tuple(cell.number for cell in cells), launch=launched
     )
 
 
-def _of_launch(
-    launch: LaunchCall, statements: Sequence[Statement], cells: Sequence[NotebookCell], title: str
-) -> MadeScript:
+def _of_launch(launch: LaunchCall, statements: Sequence[Statement], title: str) -> MadeScript:
     before = list(statements[: statements.index(launch.statement)])
     function_needs = _needed(before, names_of(launch.function).needed)
     launched_names = names_of(", ".join((launch.function, *launch.args))).needed
@@ -360,7 +351,6 @@ def _of_launch(
         ),
         cell_numbers=tuple(sorted(used_cells)),
         launch=launch,
-        num_magics=sum(cell.num_magics for cell in cells if cell.number in used_cells),
     )
 
 

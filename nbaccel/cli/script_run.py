@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import cast
@@ -87,10 +86,6 @@ def _tell_failure(report_text: str, record: FailureRecord | None, is_debug: bool
 @contextlib.contextmanager
 def _signals_as_interrupts(received_signals: list[int]) -> Iterator[None]:
     """Let a terminal that closes, and a scheduler's SIGTERM, stop the workers as Ctrl-C does."""
-    # Only the main thread may set signal handlers.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
         received_signals.append(signal_number)

@@ -174,9 +174,9 @@ class _CheckedTraining:
         return nn.functional.mse_loss(self._outputs(), _targets_of(self.examples)).item()
 
 
-def run_checks(config_json: str, world_size: int, folder: str) -> list[tuple[str, str, float]]:
+def run_checks(config: RunConfig, world_size: int, folder: str) -> list[tuple[str, str, float]]:
     """Run every check in this worker."""
-    training = _CheckedTraining(RunConfig.from_json(config_json), world_size, Path(folder))
+    training = _CheckedTraining(config, world_size, Path(folder))
     check_results = []
     for check_name, check in training.checks().items():
         start_time = time.monotonic()

@@ -8,11 +8,9 @@ from nbaccel.base.public_names import lazy_names, names_handed_on
 
 if TYPE_CHECKING:
     from nbaccel.config.config_files import (
-        AccelerateFile as AccelerateFile,
         LoadedConfig as LoadedConfig,
         default_config_path as default_config_path,
         load_config_file as load_config_file,
-        read_accelerate_yaml as read_accelerate_yaml,
     )
     from nbaccel.config.fp8 import Fp8Config as Fp8Config
     from nbaccel.config.run_config import (

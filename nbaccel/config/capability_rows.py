@@ -155,7 +155,6 @@ class EngineRow(Row):
     path: str = ""
     setting: str = ""  # That of ``RunConfig`` that names its hosts; empty where there is none
     starts_scripts_only: bool = False  # Whether it is for `nbaccel launch`, and not for notebooks
-    extra: str = ""  # The extra of nbaccel that installs what it needs
     runs_on_hosts: bool = field(init=False)  # Whether this notebook's workers run on other hosts
 
     def __post_init__(self) -> None:

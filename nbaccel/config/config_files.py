@@ -21,7 +21,7 @@ from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import closest, put_at, shown
 from nbaccel.config.handlers import FSDP_VARIABLES, sharding_word
 from nbaccel.config.run_config import RunConfig, merged_settings
-from nbaccel.config.text_forms import read_yaml, unreadable
+from nbaccel.config.text_forms import read_yaml_settings
 
 _NOT_ASKED = "distributed_type does not use it"
 _DEFAULT = "the default"
@@ -44,7 +44,7 @@ class LoadedConfig:
 
     Attributes:
         config: The settings.
-        path: The file; None for a text, and for a default file that is not there.
+        path: The file; None for a default file that is not there.
         is_accelerate: Whether it has Accelerate's form.
         mapped_keys: What each of Accelerate's keys became; empty for a file of ours.
     """
@@ -53,9 +53,6 @@ class LoadedConfig:
     path: Path | None = None
     is_accelerate: bool = False
     mapped_keys: tuple[MappedKey, ...] = ()
-
-
-AccelerateFile = LoadedConfig  # what `read_accelerate_yaml` gives
 
 
 class _Reading:
@@ -195,40 +192,11 @@ def is_accelerate_file(settings: Mapping[str, Any]) -> bool:
     return any(key in _KEY_READERS and key not in RunConfig.model_fields for key in settings)
 
 
-def read_accelerate_yaml(
-    source: str | Path, changes: Mapping[str, Any] | None = None
-) -> LoadedConfig:
-    """Read a configuration file of Accelerate: YAML, or JSON, of any version.
-
-    Args:
-        source: The file's path, or its text.
-        changes: Settings of `RunConfig` that replace the file's, before they are judged.
-
-    Returns:
-        The settings, and what each key became.
-
-    Raises:
-        ConfigError: It cannot be read, names something unknown, or asks for what nbaccel lacks;
-            all mistakes.
-    """
-    is_text = isinstance(source, str) and ("\n" in source or ":" in source)
-    file_path = None if is_text else Path(source)
-    name = _name_of(file_path)
-    file_settings = _read_settings(file_path or str(source), name)
-    if file_settings is None:
-        raise _no_settings(name, file_settings)
-    return _accelerates_config(file_settings, file_path, changes or {})
-
-
-def _name_of(file_path: Path | None) -> str:
-    return f"Accelerate's file {file_path}" if file_path else "Accelerate's configuration"
-
-
 def _accelerates_config(
-    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+    file_settings: Mapping[str, Any], file_path: Path, changes: Mapping[str, Any]
 ) -> LoadedConfig:
     reading = _read_keys(file_settings, file_path, changes)
-    source_name = _name_of(file_path)
+    source_name = f"Accelerate's file {file_path}"
     mistakes = [f"{source_name}: {mistake}" for mistake in reading.mistakes]
     config = RunConfig()
     try:
@@ -245,7 +213,7 @@ def _accelerates_config(
 
 
 def _read_keys(
-    file_settings: Mapping[str, Any], file_path: Path | None, changes: Mapping[str, Any]
+    file_settings: Mapping[str, Any], file_path: Path, changes: Mapping[str, Any]
 ) -> _Reading:
     file_settings = dict(file_settings)
     # Accelerate counts the processes of all machines, so these two are read together.
@@ -253,7 +221,7 @@ def _read_keys(
         file_settings["num_machines"] = int(num_nodes)
     if "num_processes" in changes:
         file_settings.pop("num_processes", None)
-    reading = _Reading(file_settings, folder=file_path.parent if file_path else Path())
+    reading = _Reading(file_settings, folder=file_path.parent)
     reading.read(file_settings, _KEY_READERS)
     return reading
 
@@ -498,14 +466,6 @@ def _fp8_backend(value: Any) -> Any:
     return names.get(str(value).lower().replace("-", ""), value)
 
 
-def _truth_values(value: Any) -> Any:
-    """Three truth values; YAML makes text of Python's tuple, and some files have one for all."""
-    if isinstance(value, str):
-        words = [word.strip().lower() for word in value.strip("()[] ").split(",")]
-        value = [word == "true" if word in ("true", "false") else word for word in words]
-    return [value] * 3 if isinstance(value, bool) else value
-
-
 def _read_block_scaling(reading: _Reading, key: str, value: Any) -> None:
     recipe = "mxfp8" if reading.truth(key, value) else "auto"
     _into("fp8", "recipe", lambda _: recipe)(reading, key, value)
@@ -520,7 +480,11 @@ _FP8_READERS: Mapping[str, _ReadKey] = {
         "amax_compute_algorithm": _into("fp8", "amax_compute_algo"),
         "optimization_level": _into("fp8", "opt_level"),
         "backend": _into("fp8", "backend", _fp8_backend),
-        "override_linear_precision": _into("fp8", "override_linear_precision", _truth_values),
+        # Some files have one truth value for all three.
+        "override_linear_precision": _into(
+            *("fp8", "override_linear_precision"),
+            lambda value: [value] * 3 if isinstance(value, bool) else value,
+        ),
         "use_mxfp8_block_scaling": _read_block_scaling,
     }.items()
 }
@@ -629,7 +593,7 @@ def load_config_file(
     file_path = Path(path).expanduser() if path is not None else default_config_path()
     if path is None and not file_path.exists():
         return LoadedConfig(config=RunConfig(**changes))
-    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
+    settings = _read_settings(file_path)
     if is_accelerate_file(settings):
         return _accelerates_config(settings, file_path, changes)
     try:
@@ -645,7 +609,7 @@ def load_config_file(
 def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     """What a configuration file says, whatever is wrong with it: values may be anything."""
     file_path = Path(path).expanduser() if path is not None else default_config_path()
-    settings = _read_settings(file_path, f"The configuration file {file_path}") or {}
+    settings = _read_settings(file_path)
     is_accelerate = is_accelerate_file(settings)
     if is_accelerate:
         settings = _read_keys(settings, file_path, {}).complete_settings()
@@ -654,31 +618,17 @@ def peek_config_file(path: str | Path | None = None) -> LoadedConfig:
     return LoadedConfig(config=config, path=file_path, is_accelerate=is_accelerate)
 
 
-def _read_settings(source: Path | str, source_name: str) -> dict[str, Any] | None:
-    """What a file, or a text, says by name; None where it is empty."""
+def _read_settings(file_path: Path) -> dict[str, Any]:
+    """What a file says by name."""
+    source_name = f"The configuration file {file_path}"
     try:
-        text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
+        text = file_path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{source_name} cannot be read: {error}. Nothing would be launched as it says. Give "
             "the path of a file that is there, or write one with nbaccel config."
         ) from error
-    try:
-        settings = read_yaml(text)
-    except ValueError as error:
-        raise unreadable(source_name, "YAML", error) from error
-    if settings is None:
-        return None
-    if not isinstance(settings, dict):
-        raise _no_settings(source_name, settings)
-    return {str(name): value for name, value in settings.items()}
-
-
-def _no_settings(source_name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"{source_name} holds no settings: got {shown(value)}. Settings need names. Write names "
-        "and values: num_processes: 2, for example; or write it with nbaccel config."
-    )
+    return read_yaml_settings(text, source_name)
 
 
 def schema_path() -> Path:
@@ -688,8 +638,8 @@ def schema_path() -> Path:
 
 def schema_text() -> str:
     """The JSON schema of a configuration file."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.json_schema()}
-    return f"{json.dumps(schema, indent=2)}\n"
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return f"{json.dumps({**dialect, **RunConfig.model_json_schema()}, indent=2)}\n"
 
 
 def config_text(config: RunConfig) -> str:

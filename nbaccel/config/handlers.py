@@ -700,8 +700,6 @@ def _built_from(plugin_class: Callable[..., Any], settings: Mapping[str, Any]) -
     except ConfigError as error:
         # Without their paths, since the messages name the class that was called.
         raise ConfigError(*map(FieldMistake, error.mistakes)) from error
-    except TypeError as error:
-        raise ValueError(str(error)) from error
 
 
 def read_worker_variables(given_value: Any) -> Any:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.optional_packages import require
 from nbaccel.config import capabilities as rows, deepspeed_document as zero_engine
 from nbaccel.config.deepspeed_document import Contradiction, filter_contradictions, read_host_filter
 from nbaccel.config.field_rules import FieldMistake, explain_mistakes, setting
 from nbaccel.config.fp8 import Fp8Config
 from nbaccel.config.given_values import plain_value, read_path, read_port, read_resume, shown
 from nbaccel.config.handlers import read_dynamo_settings, read_fsdp_settings, read_worker_variables
-from nbaccel.config.text_forms import Exchangeable
+from nbaccel.config.text_forms import Plain, read_yaml_settings
 
 
 def contradictions(config: RunConfig, *, ignoring: Collection[str] = ()) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 _SHOWN_OUTPUT = r"^([0-3]|\d+:[0-3])(,\d+:[0-3])*$"
 
 
-class RunConfig(Exchangeable):
+class RunConfig(Plain):
     """How a training function is to be run.
 
     All settings are keyword-only and have a default; wrong ones raise
@@ -418,6 +419,31 @@ class RunConfig(Exchangeable):
             ConfigError: The new settings are wrong or contradict the others.
         """
         return type(self)(**merged_settings(dict(self), settings))
+
+    def to_yaml(self) -> str:
+        """The settings that differ from the defaults as YAML, for a file that people read.
+
+        Returns:
+            Text that :meth:`from_yaml` reads.
+        """
+        yaml = require("yaml", extra="", why="Writing a configuration file")
+        settings = self.model_dump(mode="json", exclude_defaults=True)
+        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> RunConfig:
+        """Read what :meth:`to_yaml` wrote, or any YAML mapping or JSON object of settings.
+
+        Args:
+            text: The settings; an empty text gives the defaults.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ConfigError: The text is no YAML mapping, or its settings are wrong.
+        """
+        return cls(**read_yaml_settings(text, f"A {cls.__name__}"))
 
 
 def merged_settings(kept_settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

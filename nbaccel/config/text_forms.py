@@ -163,6 +163,20 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+def read_yaml_settings(text: str, source_name: str) -> dict[str, Any]:
+    """Settings by name, from YAML; none from an empty text."""
+    try:
+        settings = read_yaml(text)
+    except ValueError as error:
+        raise unreadable(source_name, "YAML", error) from error
+    if not isinstance(settings, (dict, type(None))):
+        raise ConfigError(
+            f"{source_name} holds no settings: got {shown(settings)}. Settings need names. Write "
+            "names and values: num_processes: 2, for example; or have nbaccel config write them."
+        )
+    return {str(name): value for name, value in (settings or {}).items()}
+
+
 def changed_settings(model: BaseModel) -> dict[str, Any]:
     """The settings that differ from their defaults, by name."""
     defaults = {name: field.default for name, field in type(model).model_fields.items()}
@@ -203,82 +217,3 @@ class Plain(BaseModel):
     def __hash__(self) -> int:
         # pydantic's own hash of a frozen model fails, since some fields are dictionaries.
         return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))
-
-
-class Exchangeable(Plain):
-    """A model that is written as text and read back."""
-
-    def to_json(self) -> str:
-        """All settings as one JSON object, defaults included: a worker needs no other source.
-
-        Returns:
-            Text that :meth:`from_json` reads.
-        """
-        return self.model_dump_json()
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote, or any JSON object of settings.
-
-        Args:
-            text: A JSON object.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no JSON object, or its settings are wrong.
-        """
-        try:
-            settings = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise unreadable(f"A {cls.__name__}", "JSON", error) from error
-        return cls._from_mapping(settings, "JSON")
-
-    def to_yaml(self) -> str:
-        """The settings that differ from the defaults as YAML, for a file that people read.
-
-        Returns:
-            Text that :meth:`from_yaml` reads.
-        """
-        yaml = require("yaml", extra="", why="Writing a configuration file")
-        settings = json.loads(self.model_dump_json(exclude_defaults=True))
-        return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-
-    @classmethod
-    def from_yaml(cls, text: str) -> Self:
-        """Read what :meth:`to_yaml` wrote, or any YAML mapping of settings.
-
-        Args:
-            text: A YAML mapping; an empty text gives the defaults.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ConfigError: The text is no YAML mapping, or its settings are wrong.
-        """
-        try:
-            settings = read_yaml(text)
-        except ValueError as error:
-            raise unreadable(f"A {cls.__name__}", "YAML", error) from error
-        return cls._from_mapping({} if settings is None else settings, "YAML")
-
-    @classmethod
-    def json_schema(cls) -> dict[str, Any]:
-        """The JSON schema, for editors and forms: type, range, meaning and unit of each setting.
-
-        Returns:
-            A JSON schema as a dictionary.
-        """
-        return cls.model_json_schema()
-
-    @classmethod
-    def _from_mapping(cls, read_settings: object, language: str) -> Self:
-        if not isinstance(read_settings, dict):
-            raise ConfigError(
-                f"A {cls.__name__} cannot be read from {language} of "
-                f"{type(read_settings).__name__}: got {str(read_settings)[:60]!r}. Settings need "
-                "names. Write names and values."
-            )
-        return cls(**{str(name): value for name, value in read_settings.items()})

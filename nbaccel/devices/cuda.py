@@ -204,17 +204,16 @@ def find_cards() -> tuple[tuple[Card, ...], str]:
         return (), str(error)
 
 
-def driver_versions() -> tuple[str, str]:
-    """Versions of the driver and of the newest CUDA that it serves, without a CUDA context."""
+def driver_version() -> str:
+    """The driver and the newest CUDA that it serves, without a CUDA context; empty for none."""
     try:
         with _driver("Asking for the driver's version") as nvml:
-            version = _ask_driver(nvml, "", nvml.nvmlSystemGetDriverVersion)
             # CUDA's number for 12.4 is 12040.
-            number = _ask_driver(nvml, 0, nvml.nvmlSystemGetCudaDriverVersion)
+            number = nvml.nvmlSystemGetCudaDriverVersion()
+            cuda_version = f"{number // 1000}.{number % 1000 // 10}"
+            return f"{nvml.nvmlSystemGetDriverVersion()}, CUDA {cuda_version}"
     except Exception:  # without the library or a driver there is nothing to read
-        return "", ""
-    text = f"{number // 1000}.{number % 1000 // 10}" if number else ""
-    return str(version), text
+        return ""
 
 
 @contextlib.contextmanager
@@ -316,11 +315,11 @@ def _gpu_of_handle(nvml: ModuleType, handle: Any, index: int, capability: tuple[
     memory_info = _ask_driver(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
     return Gpu(
         index=index,
-        name=_decode_text(_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
+        name=_ask_driver(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle),
         total_bytes=int(memory_info.total) if memory_info else 0,
         free_bytes=int(memory_info.free) if memory_info else 0,
         compute_capability=capability,
-        uuid=_decode_text(nvml.nvmlDeviceGetUUID(handle)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
     )
 
 
@@ -330,8 +329,3 @@ def _ask_driver(nvml: ModuleType, answer: Any, function: Callable[..., Any], *ar
         return function(*args)
     except nvml.NVMLError:
         return answer
-
-
-def _decode_text(any_text: str | bytes) -> str:
-    # Older bindings give bytes.
-    return any_text.decode() if isinstance(any_text, bytes) else any_text

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from nbaccel.base.optional_packages import installed_version
 from nbaccel.config.capabilities import DEVICES, ENTRY_POINT_PROBLEMS
 from nbaccel.plan import registry
 from nbaccel.plan.inventory import Inventory
+from nbaccel.plan.topology import shared_memory_bytes
 
 _LimitNumber = TypeVar("_LimitNumber", int, float)
 
@@ -155,11 +154,9 @@ def inspect_machine() -> Inventory:
         cpu_cores=max(1, cores),
         host_total_bytes=_smaller_bytes(total_bytes, limits.memory_bytes),
         host_available_bytes=_smaller_bytes(available_bytes, limits.memory_free_bytes),
-        shm_bytes=_file_system_bytes(Path("/dev/shm")),
+        shm_bytes=shared_memory_bytes()[0],
         platform=sys.platform,
-        python_version=platform.python_version(),
         torch_version=_cached_version("torch"),
-        front_end=_detect_front_end(environ),
         fork_supported=hasattr(os, "fork"),
         memfd_supported=hasattr(os, "memfd_create"),
         **_detect_accelerators(environ),
@@ -189,23 +186,3 @@ def _detect_accelerators(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _smaller_bytes(found_bytes: int, limit_bytes: int | None) -> int:
     return int(found_bytes) if limit_bytes is None else min(int(found_bytes), limit_bytes)
-
-
-def _file_system_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).total
-    except (OSError, AttributeError):  # no such folder; no such call
-        return 0
-
-
-def _detect_front_end(environ: Mapping[str, str]) -> str:
-    """The front end of this process. Hosted notebooks are Jupyter, too, so they are first."""
-    if "google.colab" in sys.modules:
-        return "colab"
-    if environ.get("KAGGLE_KERNEL_RUN_TYPE"):
-        return "kaggle"
-    # Importing ipykernel makes no kernel; only its running application does.
-    kernel_class = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
-    if kernel_class is not None and kernel_class.initialized():
-        return "jupyter"
-    return "terminal" if hasattr(sys, "ps1") or sys.flags.interactive else "none"

@@ -58,9 +58,7 @@ class Inventory:
         accelerators: What the other devices in the table found, each with its kind.
         problems: Backends of other packages that cannot be used, and why; one message each.
         platform: The operating system: ``linux``, ``darwin``, ``win32``.
-        python_version: Such as ``3.12.4``.
         torch_version: Such as ``2.13.0+cpu``; empty where torch is not installed.
-        front_end: ``jupyter``, ``colab``, ``kaggle``, ``terminal`` (interactive) or ``none``.
         fork_supported: Whether a process can be forked.
         memfd_supported: Whether memory can be shared without a file (Linux).
     """
@@ -78,8 +76,6 @@ class Inventory:
     accelerators: tuple[Gpu, ...] = ()
     problems: tuple[str, ...] = ()
     platform: str = "linux"
-    python_version: str = ""
     torch_version: str = ""
-    front_end: str = "none"
     fork_supported: bool = True
     memfd_supported: bool = True

@@ -6,10 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import count_noun
 from nbaccel.config import RunConfig
-from nbaccel.config.capabilities import START_METHODS, device_row, engine_row, start_method_row
+from nbaccel.config.capabilities import device_row, engine_row, start_method_row
 from nbaccel.plan.inventory import Inventory
 
 _TABLE_LINE_CHARS = 100
@@ -109,16 +108,7 @@ class Plan:
 
         Returns:
             A new plan.
-
-        Raises:
-            ConfigError: There is no such start method, or it cannot serve this plan.
         """
-        methods = [row.name for row in START_METHODS]
-        if method not in methods or (method == "inline" and self.world_size > 1):
-            raise ConfigError(
-                f"start_method={method!r} cannot start {self.world_size} workers. Use one of "
-                f"{', '.join(methods)}; inline is for one."
-            )
         return replace(
             self,
             start_method=method,

@@ -64,11 +64,6 @@ class Topology:
             for local_rank in range(num_workers)
         )
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the worker of rank 0."""
-        return self.rank == 0
-
     def variables(
         self,
         *,
@@ -150,17 +145,18 @@ def shared_memory_variables(place: Topology, device: str) -> dict[str, str]:
     is_enough = (
         not device_row(device).in_host_memory
         or place.num_nodes > 1
-        or _free_shared_bytes() >= process_count * FILE_BYTES
+        or shared_memory_bytes()[1] >= process_count * FILE_BYTES
     )
     return {"LOCAL_SIZE": str(process_count) if is_enough else "0"}
 
 
-def _free_shared_bytes() -> int:
-    """Free bytes of the file system that shared memory is in; 0 where there is none."""
+def shared_memory_bytes() -> tuple[int, int]:
+    """Bytes of the file system that shared memory is in, and those free; 0 where there is none."""
     try:
-        return shutil.disk_usage(SHARED_MEMORY).free
+        usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
-        return 0
+        return 0, 0
+    return usage.total, usage.free
 
 
 def remove_shared_memory(worker_places: Iterable[Topology]) -> None:

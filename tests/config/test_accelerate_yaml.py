@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from nbaccel.config import Fp8Config, RunConfig, load_config_file, read_accelerate_yaml
+from nbaccel.config import Fp8Config, RunConfig, load_config_file
 from nbaccel.config.config_files import is_accelerate_file
 from nbaccel.errors import ConfigError
 from tests.needs import DEEPSPEED_ROW
@@ -98,7 +99,10 @@ EXPECTED = {
 
 
 def read(text: str):
-    return read_accelerate_yaml(text)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return load_config_file(file.name)
 
 
 def outcomes(file):
@@ -129,13 +133,13 @@ def test_every_key_of_a_file_has_its_line(name):
         for key, value in read_yaml(path.read_text()).items()
         for inner in (value if isinstance(value, dict) and value else [""])
     }
-    told = {mapped.key.replace(".fsdp_", ".") for mapped in read_accelerate_yaml(path).mapped_keys}
+    told = {mapped.key.replace(".fsdp_", ".") for mapped in load_config_file(path).mapped_keys}
     assert {key.replace(".fsdp_", ".") for key in named} == told
 
 
 @DEEPSPEED_ROW
 def test_deepspeeds_file_decides_where_there_is_one():
-    told = outcomes(read_accelerate_yaml(FILES / "v1_15_zero_file.yaml"))
+    told = outcomes(load_config_file(FILES / "v1_15_zero_file.yaml"))
     assert told["deepspeed_config.gradient_clipping"] == (False, "DeepSpeed's file decides")
     assert told["mixed_precision"] == (False, "DeepSpeed's file decides")
 

@@ -85,10 +85,9 @@ def test_what_json_cannot_hold_is_told_and_plain_values_become_pythons():
 
 def test_what_is_deep_or_long_is_told_in_a_few_words(tmp_path):
     deep = "[" * 20_000 + "]" * 20_000
-    for read in (RunConfig.from_yaml, RunConfig.from_json):
-        with pytest.raises(ConfigError, match="cannot be read from") as caught:
-            read(f'{{"fsdp": {deep}}}')
-        assert len(str(caught.value)) < 1000
+    with pytest.raises(ConfigError, match="cannot be read from") as caught:
+        RunConfig.from_yaml(f'{{"fsdp": {deep}}}')
+    assert len(str(caught.value)) < 1000
     (tmp_path / "nbaccel_manifest.json").write_text(deep)
     with pytest.raises(ConfigError, match="truncated or damaged"):
         read_manifest(tmp_path)

@@ -74,7 +74,8 @@ def test_the_sample_says_everything():
 def test_round_trips(settings):
     config = RunConfig(**settings)
 
-    assert RunConfig.from_json(config.to_json()) == config
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert RunConfig.from_yaml(config.model_dump_json()) == config
     assert RunConfig.from_yaml(config.to_yaml()) == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert copy.deepcopy(config) == config
@@ -85,7 +86,7 @@ def test_round_trips(settings):
 def test_json_is_complete_yaml_is_what_was_said_and_runs_no_code():
     config = RunConfig(mixed_precision="bf16", num_processes=2)
 
-    assert set(json.loads(config.to_json())) == set(RunConfig.model_fields)
+    assert set(json.loads(config.model_dump_json())) == set(RunConfig.model_fields)
     assert config.to_yaml() == "num_processes: 2\nmixed_precision: bf16\n"
     assert repr(config) == str(config) == "RunConfig(num_processes=2, mixed_precision='bf16')"
     assert repr(RunConfig()) == "RunConfig()"
@@ -189,13 +190,11 @@ def test_all_mistakes_come_at_once_and_none_follows_from_another():
 
 
 def test_a_mapping_is_needed():
-    for text in ("[1]", "3", '"x"', "null"):
+    for text in ("[1]", "3", '"x"'):
         with pytest.raises(ConfigError, match="Settings need names"):
-            RunConfig.from_json(text)
-    with pytest.raises(ConfigError, match="cannot be read from JSON"):
-        RunConfig.from_json("{")
+            RunConfig.from_yaml(text)
     with pytest.raises(ConfigError, match="cannot be read from YAML"):
-        RunConfig.from_yaml("a: [")
+        RunConfig.from_yaml("{")
     with pytest.raises(ConfigError, match=r"^1 is no setting"):
         RunConfig.from_yaml("1: 2")
 
@@ -219,7 +218,7 @@ def test_it_is_frozen_keyword_only_and_validated_when_changed():
 
 
 def test_schema_rules_and_signature_describe_every_setting():
-    schema = RunConfig.json_schema()
+    schema = RunConfig.model_json_schema()
 
     assert set(schema["properties"]) == set(RunConfig.model_fields)
     for name, entry in schema["properties"].items():

@@ -112,7 +112,7 @@ def test_its_words_are_known_before_anything_is_imported(run):
         from nbaccel.config import Fp8Config
 
         config = RunConfig(device="abacus", mixed_precision="bead16", strategy="averaging")
-        assert config == RunConfig.from_json(config.to_json())
+        assert config == RunConfig.from_yaml(config.to_yaml())
         assert Fp8Config(backend="bead8").backend == "bead8"
         try:
             RunConfig(device="beads", mixed_precision="beads16", strategy="average")
