@@ -62,7 +62,6 @@ def test_an_ipython_or_a_torch_without_names_of_convenience_goes_without(capsys,
     ipython_private.number_cell(shell, "a cell", 3)
     ipython_private.keep_cell_lines("a cell", None)
     ipython_private.inspect_also(shell, lambda earlier: earlier)()
-    ipython_private.wrap_completions(shell, lambda earlier: earlier)()
     assert vars(shell) == {}
     ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
     assert capsys.readouterr().err == "one\ntwo\n"
