@@ -71,10 +71,6 @@ class StatusTable:
     rows: Sequence[RankStatus]
     headline: str = ""
 
-    def under(self, headline: str) -> StatusTable:
-        """The same ranks below another line."""
-        return StatusTable(self.rows, headline)
-
     def _cells(self) -> list[list[str]]:
         # A column without a value for any rank would only take space.
         columns = [

@@ -110,9 +110,6 @@ class WorkerBoard:
         # After a restart it is another one; after a stop, which is told for ever, the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status()
-        if self._session.pool is None and self._shown is not None and self._shown.rows:
-            # The saved notebook keeps what the workers were.
-            status = self._shown.under(f"{status.headline.rstrip('.')}. Before that:")
         if str(status) != str(self._shown):
             self._shown = status
             self._handle.update(status)

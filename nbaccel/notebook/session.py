@@ -86,16 +86,9 @@ class Session:
 
     def restart(self, line: magic_line.MagicLine) -> None:
         """Start new workers in the place of the old ones."""
-        old_pool = self.pool
-        group = self.dist or line.dist
         plan_pool(line.wanted)  # a refusal must leave the old ones running
-        # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
-        if old_pool is None or old_pool.state is PoolState.STOPPED or group != self.dist:
-            self.stop()
-            self._start(line.wanted, joins_group=group)
-        else:
-            old_pool.restart(line.wanted)
-            self.config = line.wanted
+        self.stop()
+        self._start(line.wanted, joins_group=self.dist or line.dist)
 
     def stop(self) -> bool:
         """End the workers."""
