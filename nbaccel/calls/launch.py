@@ -482,13 +482,7 @@ def conclude_call(
     reports = [message.weight_report for _, message in returned if message.weight_report]
     lines = list(weights_lines(reports, "In the results: results.state_dicts[{!r}].").values())
     if receiver is not None:
-        # Both compare with the notebook's old values, which `apply` overwrites.
-        lines += [
-            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
-            "saw the new values wherever they had not written themselves, so they may have trained "
-            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
-            for path in receiver.disturbed()
-        ]
+        # It compares with the notebook's old values, which `apply` overwrites.
         lines += receiver.differing(reports).values()
         # A model with half of the new weights would be useless.
         with uninterrupted():
