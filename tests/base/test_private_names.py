@@ -65,9 +65,6 @@ def test_an_ipython_or_a_torch_without_names_of_convenience_goes_without(capsys,
     assert vars(shell) == {}
     ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
     assert capsys.readouterr().err == "one\ntwo\n"
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    with pytest.warns(RuntimeWarning, match="_storage_Use_Count: arrays and tensors that share"):
-        assert torch_private.storage_use_count(torch.zeros(1).untyped_storage()) is None
 
 
 def test_an_accelerate_without_its_names(monkeypatch):
