@@ -199,7 +199,9 @@ class Picker(HasTraits):
         with self._model.lock:
             self._model.postpone_memory()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(self._live_view().root)
+            view = {"version_major": 2, "version_minor": 0}
+            view["model_id"] = self._live_view().root.model_id
+            bundle = {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # The same id in all cells that show this picker, so that an update reaches each.
             kept = self._kept_output()

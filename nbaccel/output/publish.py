@@ -8,9 +8,7 @@ rank 3  {"text/plain": "0.87"} ─┘
 
 from __future__ import annotations
 
-import functools
 import html
-import importlib
 import sys
 import time
 import uuid
@@ -30,12 +28,6 @@ def publish_display(content: Mapping[str, Any]) -> None:
         ipython_private.publish_display(shell.display_pub, content)
     elif (text := content["data"].get("text/plain")) is not None:
         sys.stdout.write(f"{text}\n")
-
-
-def widget_bundle(widget: Any) -> dict[str, Any]:
-    """A widget as rich output, without its repr as text."""
-    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
 
 
 def clear(*, wait_for_new: bool) -> None:
@@ -104,8 +96,7 @@ def _show_lines(lines: list[str]) -> None:
 
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
-_HTML_TYPE = "text/html"
-_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", _HTML_TYPE: ""}
+_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", "text/html": ""}
 
 
 class CellPlace:
@@ -118,16 +109,14 @@ class CellPlace:
 
     What workers print comes below it. A call that is over before it has printed anything, or shown
     anything here, leaves no output at all. An `Output` of ipywidgets ignores changes of what it
-    shows: within it, the place is a widget whose HTML changes.
+    shows, so there is no place within it.
     """
 
     def __init__(self) -> None:
-        self.is_there = has_cells()  # whether there is a cell whose output can be replaced
+        kernel = getattr(frames.running_shell(), "kernel", None)
+        # Whether there is a cell whose output can be replaced.
+        self.is_there = has_cells() and not ipython_private.is_in_output_widget(kernel)
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
-        # A widget shows HTML only.
-        self.is_widget = self.is_there and ipython_private.is_in_output_widget(
-            getattr(frames.running_shell(), "kernel", None)
-        )
         self.display_id = uuid.uuid4().hex  # what the front end knows the output by
         self._content = _EMPTY_CONTENT
         self._stands = False
@@ -150,17 +139,7 @@ class CellPlace:
         """The cell has been cleared: the next output comes below a new place."""
         self._stands = False
 
-    @functools.cached_property
-    def _widget(self) -> Any:
-        return importlib.import_module("ipywidgets").HTML()
-
     def _publish_content(self) -> None:
-        if self.is_widget:
-            self._widget.value = self._content.get(_HTML_TYPE, "")
-            if not self._stands:
-                self._stands = True
-                publish_display({"data": widget_bundle(self._widget)})
-            return
         # With the same display id, so that the front end replaces the output.
         transient = {"display_id": self.display_id}
         publish_display({"data": self._content, "transient": transient, "update": self._stands})

@@ -111,10 +111,8 @@ class Dashboard:
             is_main_thread = threading.current_thread() is threading.main_thread()
             # Only the main thread is interrupted.
             panel_html = live_html(self.board, is_stoppable=is_main_thread)
-            # A widget that stands there gets HTML only, and cannot be renewed by its page.
-            if not place.is_widget:
-                note_run(place.display_id)
-                panel_html = followed_html(panel_html, place.display_id)
+            note_run(place.display_id)
+            panel_html = followed_html(panel_html, place.display_id)
             place.show({"text/plain": live_text(self.board), "text/html": panel_html})
         elif self.board.seconds >= self._next_line:
             # Several times that have passed since the last look make one line.
