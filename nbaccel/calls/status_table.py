@@ -11,7 +11,7 @@ from nbaccel.base.units import first_few, format_bytes, format_seconds, number_r
 from nbaccel.calls.pool_planning import PoolState
 from nbaccel.output.panel.display import resident
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.output.panel.live_html import html_table
+from nbaccel.output.panel.live_html import filled_columns, html_table
 from nbaccel.output.report import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
@@ -72,18 +72,8 @@ class StatusTable:
     headline: str = ""
 
     def _cells(self) -> list[list[str]]:
-        # A column without a value for any rank would only take space.
-        columns = [
-            (name, value_of)
-            for name, value_of in _COLUMNS
-            if name in _LASTING_COLUMNS or any(map(value_of, self.rows))
-        ]
-        head = [name for name, _ in columns]
-        body = [
-            [value_of(row) or ("" if name == "doing" else "-") for name, value_of in columns]
-            for row in self.rows
-        ]
-        return [head, *body]
+        columns = {name: [tell(row) for row in self.rows] for name, tell in _COLUMNS.items()}
+        return filled_columns(columns)
 
     def __str__(self) -> str:
         lines = [line.removeprefix("  ") for line in indented(self._cells())] if self.rows else []
@@ -107,14 +97,13 @@ def _duration_words(row: RankStatus) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h"
 
 
-_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
-    ("rank", lambda row: str(row.rank)),
-    ("state", lambda row: row.state),
-    ("for", _duration_words),
-    ("memory", lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else ""),
-    ("on device", lambda row: "" if row.device_bytes is None else format_bytes(row.device_bytes)),
-    ("group", lambda row: row.group),
-    ("names", lambda row: first_few(row.names, 6)),
-    ("doing", lambda row: row.doing),
-)
-_LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
+_COLUMNS: dict[str, Callable[[RankStatus], str]] = {
+    "rank": lambda row: str(row.rank),
+    "state": lambda row: row.state,
+    "for": _duration_words,
+    "memory": lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else "",
+    "on device": lambda row: "" if row.device_bytes is None else format_bytes(row.device_bytes),
+    "group": lambda row: row.group,
+    "names": lambda row: first_few(row.names, 6),
+    "doing": lambda row: row.doing,
+}

@@ -56,13 +56,8 @@ def read_settings_source(
     form = next((form for form in settings_forms() if form.is_document(settings)), None)
     if form is None and _is_run(settings):
         return RunConfig(**{str(name): value for name, value in settings.items()}), ()
-    form = form or next(iter(settings_forms()), None)
-    if form is None:
-        keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
-        raise ConfigError(
-            f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. They would have no effect. Leave them out."
-        )
+    # Else it is meant for the first of them, which says what is wrong.
+    form = form or settings_forms()[0]
     run_config, remarks = form.read(settings, config, inventory)
     return run_config, remarks
 
