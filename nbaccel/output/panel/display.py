@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
-_OPEN_CHARTS = 3  # enough to compare two runs of a cell with a third
 _LESS_AND_LESS = 3  # times as long until a terminal is told again
 
 
@@ -142,24 +141,12 @@ class Dashboard:
             self._place.show(summary)
             if run := _RUNS.get(self._place.display_id):
                 run.summary = summary
-            folded = {**summary, "text/html": summary_html(board, facts, folds_chart=True)}
-            # Earlier runs of this cell are folded: the charts of a loop of launches fill screens.
-            request_id = publish.request_header("msg_id")
-            of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
-            _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, self._place, folded)]
-            while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
-                _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
-                earliest_place.show(its_summary)
         elif self.was_shown:
             self._say(f"nbaccel: {line}")
 
     def _say(self, text: str) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-
-
-_SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
-"""Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
 
 
 WatchedCall = Any
