@@ -16,7 +16,6 @@ from nbaccel.config import RunConfig
 from nbaccel.config.text_forms import read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.magic_line import changed_flags
-from nbaccel.notebook.picker.choices import by_name
 from nbaccel.plan import Inventory
 
 _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
@@ -73,19 +72,6 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
         if difflib.get_close_matches(key.lower(), names, n=1, cutoff=_NEAR_ENOUGH)
     ]
     return not foreign or len(own) + len(misspelt) > len(foreign) - len(misspelt)
-
-
-def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
-    """Mistakes, by the choice that each names first."""
-    # By the last part of a key, the first choice winning, or by the whole, which overrides that.
-    names = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
-    names |= {setting.strategy_key: name for name, setting in by_name().items()}
-    names |= {name: name for name in by_name()} | {"": ""}
-    mistakes: dict[str, list[str]] = {}
-    for text in error.mistakes:
-        first_word = re.split(r"[\s=:]", text, maxsplit=1)[0].rstrip(".,")
-        mistakes.setdefault(names.get(first_word, ""), []).append(text)
-    return mistakes
 
 
 def _parse_source(source: str | Path) -> Mapping[str, Any]:
@@ -147,8 +133,6 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         lines = dict(_keys_of(root, ()))  # where each key stands
         mistakes = [(_line_of(mistake, lines), str(mistake)) for mistake in error.args]
         return tuple(sorted(mistakes, key=lambda found: found[0] or len(text)))
-    except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
-        return ((None, str(error)),)
     return ()
 
 

@@ -21,7 +21,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.picker import fields, rendering
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings, taken_settings, title_of
-from nbaccel.notebook.picker.config_text import TextMistake, mistakes_by_setting, mistakes_in_text
+from nbaccel.notebook.picker.config_text import TextMistake, mistakes_in_text
 from nbaccel.notebook.picker.fields import FoldedSection, Form, SettingField, toggle_class
 
 if TYPE_CHECKING:
@@ -427,7 +427,6 @@ class PickerView:
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
-        self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
@@ -453,9 +452,6 @@ class PickerView:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:
             # Messages of earlier mistakes go; a field whose text is still wrong keeps its own.
-            for told_field in self._told_elsewhere:
-                told_field.tell(())
-            self._told_elsewhere = []
             self._said = self._wrong = ()
             if field is not None:
                 field.messages = ()  # the text stays visible until the next attempt is judged
@@ -464,7 +460,10 @@ class PickerView:
                 action()
             except ConfigError as error:
                 mistakes = error.mistakes
-                self._place(error, field)
+                if field is not None:
+                    field.tell(mistakes)
+                else:
+                    self._wrong = mistakes
             except Exception as error:  # ipywidgets would only log it
                 mistakes = self._wrong = (f"{type(error).__name__}: {error}",)
             else:
@@ -475,20 +474,6 @@ class PickerView:
                     refused.sync()
             self._tell()
             return mistakes
-
-    def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        others: list[str] = []
-        visible = [one for one in self._all_fields() if one.is_visible and one is not field]
-        for name, messages in mistakes_by_setting(error).items():
-            named = [one for one in visible if one.setting.name == name]
-            others += [] if named else messages
-            # The field's own messages come first.
-            for named_field in (one for one in named if not one.messages):
-                named_field.tell(tuple(messages))
-                self._told_elsewhere.append(named_field)
-        if field is not None:
-            field.tell(tuple(others) or error.mistakes)
-        self._wrong = () if field is not None else tuple(others)
 
     def _tell(self) -> None:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])
