@@ -172,10 +172,8 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
         "stop": lambda _: print(
             "Workers stopped." if session.stop() else "There are no workers to stop."
         ),
-        "pull": lambda line: print(session.pull(_required_names(line, "pull", "loss"), line.ranks)),
-        "push": lambda line: print(
-            session.push(_required_names(line, "push", "model"), line.ranks)
-        ),
+        "pull": lambda line: print(session.pull(line.names, line.ranks)),
+        "push": lambda line: print(session.push(line.names, line.ranks)),
         "config": lambda line: _show_config(session, line),
         "report": _latest_report,
         "runs": _earlier_runs,
@@ -272,15 +270,6 @@ def _print_traceback(_line: MagicLine) -> None:
             place = f"  {frames.place(frame)}, in {frame.function}"
             print("\n".join((place, *frames.source(frame, num_around=0))))
         print(record.headline)
-
-
-def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:
-    if line.names:
-        return line.names
-    raise ConfigError(
-        f"%accelerate {subcommand_name} got no names. Write %accelerate {subcommand_name} "
-        f"{example_names}."
-    )
 
 
 def _unknown_subcommand(word: str, options: str) -> ConfigError:

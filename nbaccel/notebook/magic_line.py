@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import count_noun, number_ranges
+from nbaccel.base.units import number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import closest, shown
@@ -237,17 +237,6 @@ def read_magic_line(
     if "help" in reader.found:
         return MagicLine(wanted=base_config, help=True)
     return reader.line(base_config)
-
-
-def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
-    """Refuse ranks that no worker has."""
-    if unknown_ranks := [rank for rank in ranks or () if rank >= world_size]:
-        are = "is" if world_size == 1 else "are"
-        raise ConfigError(
-            f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name these, "
-            f"or start more: %accelerate restart -n {max(unknown_ranks) + 1}."
-        )
 
 
 def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
