@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -91,11 +89,8 @@ class WorkerBoard:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
     def _poll_later(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            # A kernel without a loop: then it is renewed by cells only.
-            with contextlib.suppress(RuntimeError):
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+        # None in a kernel without a loop: then it is renewed by cells only.
+        self._timer = publish.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None

@@ -8,7 +8,6 @@ Both are shown before the memory is estimated; what is kept is renewed after eac
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 import uuid
@@ -256,9 +255,7 @@ class Picker(HasTraits):
         self._is_stale = True
         # The timer below needs a running loop; after the notebook's last cell it may never fire.
         shell.events.register("post_run_cell", self._renew)
-        try:
-            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
-        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+        if publish.call_later(_RENEWAL_PAUSE_S, self._renew) is None:
             self._renew()
 
     def _renew(self, _result: object = None) -> None:

@@ -157,11 +157,6 @@ class OutputItem(NamedTuple):
     updates: bool = False  # whether it replaces an output that was shown before
 
     @property
-    def clears(self) -> bool:
-        """Whether it is a request to clear the cell."""
-        return self.handle == _CLEARING
-
-    @property
     def num_chars(self) -> int:
         """The size that it counts as; nothing for what cannot be dropped."""
         if self.message is None:
@@ -603,7 +598,8 @@ class Console:
         if item.handle is not None and self._owners[item.handle] != min(ranks):
             return
         label = self._prefix(ranks).rstrip()
-        if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
+        is_new = not item.updates and item.handle != _CLEARING
+        if label and is_new and len(ranks) < len(self._ranks):
             self._write("stdout", label + "\n")
         match item.message:
             case messaging.ClearOutput(wait):

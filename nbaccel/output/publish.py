@@ -8,6 +8,7 @@ rank 3  {"text/plain": "0.87"} ─┘
 
 from __future__ import annotations
 
+import asyncio
 import html
 import sys
 import time
@@ -38,6 +39,14 @@ def clear(*, wait_for_new: bool) -> None:
 def has_cells() -> bool:
     """Whether output can be changed after it was shown: there is a kernel, and a browser at it."""
     return getattr(frames.running_shell(), "kernel", None) is not None
+
+
+def call_later(seconds: float, act: Callable[[], object]) -> asyncio.TimerHandle | None:
+    """Do something in a while; None where no loop runs in this thread, so no timer can be set."""
+    try:
+        return asyncio.get_running_loop().call_later(seconds, act)
+    except RuntimeError:
+        return None
 
 
 def request_header(name: str) -> str:
