@@ -443,7 +443,6 @@ class PickerView:
                 # After a whole configuration was loaded or undone, no refused text stays.
                 for refused in [one for one in self._all_fields() if one.messages and not field]:
                     refused.tell(())
-                    refused.sync()
             self._tell()
             return mistakes
 
