@@ -475,7 +475,7 @@ def conclude_call(
     is_of_one_step = all(m.returned is not None and not m.is_stopped for m in result.members)
     if result.interrupted and not is_of_one_step:
         lines = [was_stopped, *outcome.where_ranks_were(result)]
-        raise outcome.with_report(errors.LaunchInterrupted("\n".join(lines)), result)
+        raise outcome.with_report(errors.LaunchInterrupted("\n".join(lines)), result.observed)
     if not result.is_complete:
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
@@ -506,7 +506,7 @@ def conclude_call(
         steps = max((facts.told.steps or 0 for facts in ranks), default=0)
         modules = receiver.modules if receiver is not None else []
         words = outcome.kept_words(None if result.has_ended else steps, modules)
-        stopped = outcome.with_report(errors.LaunchInterrupted(words), result)
+        stopped = outcome.with_report(errors.LaunchInterrupted(words), result.observed)
     return CallOutcome(
         values=values,
         plan=plan,

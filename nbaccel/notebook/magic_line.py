@@ -287,6 +287,8 @@ class _LineReader:
             self.mistakes += error.mistakes
         if named_config is not None:
             self._compare(named_config, config, settings)
+        if self.subcommand in ("pull", "push") and not self.names:
+            self.mistakes.append(f"{self._magic_name} got no names. Write {self._magic_name} loss.")
         # Each once: a setting's mistake may be reported by several parts.
         refuse_mistakes(dict.fromkeys(self.mistakes))
         return MagicLine(

@@ -110,6 +110,7 @@ class Session:
     def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers."""
         pool = self._living("pushed to", names)
+        magic_line.missing_names(names, self.shell.user_ns)
         copied_bytes = pool.push(*names, ranks=ranks)
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         sent_names = f"{', '.join(names)} to {magic_line.ranks_as_text(asked)}"
@@ -234,7 +235,7 @@ class Session:
             return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names) or 'Variables'} cannot be {action} workers: there are none{text}. "
+            f"{', '.join(names)} cannot be {action} workers: there are none{text}. "
             "Run a %%accelerate cell first, or start them with %accelerate restart."
         )
 

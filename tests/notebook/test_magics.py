@@ -48,7 +48,7 @@ def refused(kernel: Kernel, code: str) -> str:
         ("%accelerate restrat", ("'restrat'", "Did you mean 'restart'?")),
         ("%accelerate frobnicate", ("They are: status, restart, stop",)),
         ("%accelerate -n 4", ("Write %accelerate restart -n 4",)),
-        ("x = 1\n%accelerate pull", ("2 %accelerate pull", "there are none")),
+        ("x = 1\n%accelerate pull", ("2 %accelerate pull", "got no names")),
         ("%accelerate pull loss", ("cannot be pulled from workers: there are none",)),
         ("%accelerate push x", ("cannot be pushed to workers: there are none",)),
         ("%accelerate config -n 0", ("num_processes must be",)),
