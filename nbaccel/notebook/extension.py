@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -105,6 +106,10 @@ class WorkerBoard:
         # After a restart it is another one; after a stop, which is told for ever, the last one.
         pool = self._pool = self._session.pool or self._pool
         status = pool.status()
+        if self._session.pool is None and self._shown is not None and self._shown.rows:
+            # The saved notebook keeps what the workers were.
+            headline = f"{status.headline.rstrip('.')}. Before that:"
+            status = dataclasses.replace(self._shown, headline=headline)
         if str(status) != str(self._shown):
             self._shown = status
             self._handle.update(status)

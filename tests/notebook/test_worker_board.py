@@ -75,6 +75,8 @@ def test_the_board_of_workers_follows_the_cells_until_they_are_stopped(kernel_wi
     stopped = kernel_with_workers.run("%accelerate stop").check().updates
     last_board = stopped[-1]["text/plain"]
     assert last_board.startswith("stopped: it was stopped on request. The next cell")
+    assert "Before that:\n" in last_board
+    assert last_board.count("one, two, Accelerator") == 2, "a saved notebook keeps what they were"
     assert kernel_with_workers.run("1;").check().updates == []
     assert kernel_with_workers.run(STATE_OF_TIMERS).check().stdout == "0 []\n"
 
