@@ -37,8 +37,8 @@ HALF = 0.5
 PARTS = {
     "settings are read": (("nbaccel.transfer.library_settings", "library_settings"),),
     "the dashboard is made, and ended unseen": (
-        ("nbaccel.output.panel.display", "DashboardUpdater.__init__"),
-        ("nbaccel.output.panel.display", "DashboardUpdater.end"),
+        ("nbaccel.output.panel.display", "Dashboard.__init__"),
+        ("nbaccel.output.panel.display", "Dashboard.end"),
     ),
     "the cell's lines and number are found": (
         ("nbaccel.notebook.cells", "Cells.source"),

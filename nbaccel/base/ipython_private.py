@@ -42,31 +42,13 @@ def keep_no_prints(shell: Any) -> None:
         shell._tee = lambda *_names, **_more: contextlib.nullcontext()
 
 
-def wrap_completions(completer: Any, wrapper: _Wrapper) -> Callable[[], None]:
-    """Replace what completions of IPython before 8.6 come from; later ones have a public way."""
-    return _replace_method(completer, "_complete", wrapper)
-
-
 def inspect_also(shell: Any, wrapper: _Wrapper) -> Callable[[], None]:
     """Replace what `name?` calls; without it, names that only workers have are not found."""
-    return _replace_method(shell, "_inspect", wrapper)
-
-
-def _replace_method(owner: Any, name: str, wrapper: _Wrapper) -> Callable[[], None]:
-    if (method := getattr(owner, name, None)) is None:
+    if (method := getattr(shell, "_inspect", None)) is None:
         return lambda: None
     # In the instance, so that removing it brings the class's method back.
-    vars(owner)[name] = wrapper(method)
-    return lambda: vars(owner).pop(name, None)
-
-
-def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:
-    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error."""
-    show = getattr(shell, "_showtraceback", None)
-    if show is None:
-        sys.stderr.write("\n".join([*lines, ""]))
-    else:
-        show(kind, error, lines)
+    vars(shell)["_inspect"] = wrapper(method)
+    return lambda: vars(shell).pop("_inspect", None)
 
 
 def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) -> None:

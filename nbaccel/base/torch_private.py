@@ -12,7 +12,6 @@ import importlib
 import itertools
 import pkgutil
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -205,22 +204,6 @@ _HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Distinguishes storages, also fake ones, whose addresses are all the same."""
     return int(storage._cdata)
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int | None:
-    """How many tensors and storage objects use a storage; None where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        # Not in silence: values would be old ones.
-        warnings.warn(
-            f"torch {torch.__version__} lacks torch._C._storage_Use_Count: arrays and tensors that "
-            "share memory with a model passed to workers are not noticed, and keep the old values "
-            "when the model is moved to shared memory.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return int(count(storage._cdata))
 
 
 def shared_file(storage: torch.UntypedStorage) -> int | None:

@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from nbaccel.base import processes
+from nbaccel.base import frames, processes
 from nbaccel.base.errors import LaunchInterrupted
 from nbaccel.base.log import write_notice
 from nbaccel.calls import outcome
@@ -23,7 +24,7 @@ from nbaccel.config.capabilities import engine_row
 from nbaccel.hosts.host_session import HostSession
 from nbaccel.output import publish
 from nbaccel.output.console import Console, RankLogs, hidden_streams
-from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus
 from nbaccel.output.publish import CellPlace, WaitingLine
 from nbaccel.plan import Plan
@@ -242,12 +243,15 @@ class Group:
         """Give workers a task each, and watch until all of them, or `ranks`, have finished."""
         make_show = None
         if place is not None:
+            # Not where output goes to a file or another program.
+            is_watched = frames.running_shell() is not None or sys.stderr.isatty()
             make_show = functools.partial(
-                DashboardUpdater,
+                Dashboard,
                 list(tasks),
                 plan=self.plan,
-                place=place,
                 title=title,
+                place=place,
+                is_wanted=self.stays or is_watched,
                 of_pool=self.stays,
                 waiting_line=waiting_line,
                 on_poll=on_poll,

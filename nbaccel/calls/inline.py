@@ -8,7 +8,6 @@ memory, as it does those of workers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -26,7 +25,6 @@ from nbaccel.config.capability_rows import StrategyRow
 from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RankStatus, RunBoard
 from nbaccel.output.publish import CellPlace
-from nbaccel.output.report import report_of
 from nbaccel.plan import Plan, registry
 from nbaccel.plan.contracts.training import Remembered, ShardReader, remember
 from nbaccel.plan.topology import FOLDER_VARIABLE, Topology, run_variables
@@ -61,8 +59,7 @@ def run_observed(
         modules = find_modules(args) or reached_modules(function, args)
         error = LaunchInterrupted(outcome.kept_words(board.ranks[0].told.steps, modules))
         launched_functions.note_end(folder, error)
-        error.make_report = functools.partial(report_of, board, type(error).__name__)
-        raise error from None
+        raise outcome.with_report(error, board) from None
 
 
 def _call_here(

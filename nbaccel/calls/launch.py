@@ -475,20 +475,14 @@ def conclude_call(
     is_of_one_step = all(m.returned is not None and not m.is_stopped for m in result.members)
     if result.interrupted and not is_of_one_step:
         lines = [was_stopped, *outcome.where_ranks_were(result)]
-        raise outcome.with_report(errors.LaunchInterrupted("\n".join(lines)), result)
+        raise outcome.with_report(errors.LaunchInterrupted("\n".join(lines)), result.observed)
     if not result.is_complete:
         raise outcome.call_error(result, plan, closing_lines=closing_lines)
     returned = [(member, member.returned) for member in result.members if member.returned]
     reports = [message.weight_report for _, message in returned if message.weight_report]
     lines = list(weights_lines(reports, "In the results: results.state_dicts[{!r}].").values())
     if receiver is not None:
-        # Both compare with the notebook's old values, which `apply` overwrites.
-        lines += [
-            f"The notebook wrote to {path} while the workers used it (from another thread?). Ranks "
-            "saw the new values wherever they had not written themselves, so they may have trained "
-            "on a mixture. Let that thread wait until the launch is over, or give it a copy."
-            for path in receiver.disturbed()
-        ]
+        # It compares with the notebook's old values, which `apply` overwrites.
         lines += receiver.differing(reports).values()
         # A model with half of the new weights would be useless.
         with uninterrupted():
@@ -512,7 +506,7 @@ def conclude_call(
         steps = max((facts.told.steps or 0 for facts in ranks), default=0)
         modules = receiver.modules if receiver is not None else []
         words = outcome.kept_words(None if result.has_ended else steps, modules)
-        stopped = outcome.with_report(errors.LaunchInterrupted(words), result)
+        stopped = outcome.with_report(errors.LaunchInterrupted(words), result.observed)
     return CallOutcome(
         values=values,
         plan=plan,

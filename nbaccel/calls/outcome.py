@@ -14,7 +14,7 @@ from nbaccel.base import errors, frames
 from nbaccel.base.units import first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.given_values import closest
-from nbaccel.output import publish
+from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.report import report_of
 from nbaccel.plan import Plan
 from nbaccel.transfer import pickling
@@ -33,16 +33,16 @@ class RemoteTraceback(Exception):
 _CallError = TypeVar("_CallError", errors.WorkerFailed, errors.LaunchInterrupted)
 
 
-def with_report(error: _CallError, result: CallResult) -> _CallError:
+def with_report(error: _CallError, observed: RunBoard | None) -> _CallError:
     """The exception that a call ends with, which has the report of it."""
-    if result.observed is not None:
-        error.make_report = functools.partial(report_of, result.observed, type(error).__name__)
+    if observed is not None:
+        error.make_report = functools.partial(report_of, observed, type(error).__name__)
     return error
 
 
 def call_error(result: CallResult, plan: Plan, *, closing_lines: str = "") -> errors.WorkerFailed:
     """The exception that a call which is not complete ends with."""
-    return with_report(_failure_error(result, plan, closing_lines), result)
+    return with_report(_failure_error(result, plan, closing_lines), result.observed)
 
 
 def _failure_error(result: CallResult, plan: Plan, closing_lines: str) -> errors.WorkerFailed:
@@ -111,9 +111,6 @@ def _build_error(
     errors.WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
     if cause.raised is not None:
         error.__cause__ = RemoteTraceback(cause.full_traceback)
-        if cause.raised.parts:
-            # IPython ignores `_render_traceback_` of exception groups, which this may be, too.
-            publish.show_by_its_text(type(error))
     return error
 
 
@@ -180,7 +177,7 @@ def task_error(
     if result.interrupted:
         lines = ["the cell was stopped.", *where_ranks_were(result, "was through with it")]
         message = "\n".join([*lines, _what_is_left(result)])
-        return with_report(errors.LaunchInterrupted(message), result)
+        return with_report(errors.LaunchInterrupted(message), result.observed)
     if result.is_complete:
         return None
     missing = {

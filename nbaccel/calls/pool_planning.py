@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
 from nbaccel.base.frames import keep_lines
-from nbaccel.base.units import count_noun
+from nbaccel.base.units import number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import start_method_row
 from nbaccel.plan import Plan, registry, resolve
@@ -67,9 +67,10 @@ def ranks_of(ranks: Sequence[int] | None, num_processes: int) -> tuple[int, ...]
     unknown_ranks = [rank for rank in ranks if rank not in all_ranks]
     if unknown_ranks or not ranks:
         raise ConfigError(
-            f"ranks={list(ranks)}: this pool has {count_noun(num_processes, 'worker')}, "
-            f"numbered from 0 to {num_processes - 1}. A cell that runs nowhere would do "
-            "nothing; name some of these, or leave ranks out for all."
+            f"The workers' ranks are {number_ranges(all_ranks)}: got "
+            f"{number_ranges(ranks) or 'none'}. A cell that runs nowhere would do nothing. Name "
+            "some of these, leave ranks out for all, or start more: %accelerate restart -n "
+            f"{max(ranks, default=0) + 1}."
         )
     return tuple(dict.fromkeys(ranks))
 

@@ -162,8 +162,7 @@ class CellWorker:
         self._context.begin_reports(self._channel)
         self._busy = True
         try:
-            with worker.own_process():
-                shown = self._shell.run(source)
+            shown = self._shell.run(source)
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise

@@ -11,7 +11,7 @@ from nbaccel.base.units import first_few, format_bytes, format_seconds, number_r
 from nbaccel.calls.pool_planning import PoolState
 from nbaccel.output.panel.display import resident
 from nbaccel.output.panel.facts import RankStatus
-from nbaccel.output.panel.live_html import html_table
+from nbaccel.output.panel.live_html import filled_columns, html_table
 from nbaccel.output.report import indented
 from nbaccel.plan import Plan
 from nbaccel.workers import messaging
@@ -52,12 +52,10 @@ def status_table(
     if activity and state is PoolState.RUNNING:
         told = f" {activity}"
     elif ended and state is PoolState.IDLE:
-        have_ended = (
-            f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {number_ranges(ended)} have"
-        )
+        have = "has" if len(ended) == 1 else "have"
         told = (
-            f", but {have_ended} ended: the next cell tells why, and the one after that starts "
-            "new workers"
+            f", but rank {number_ranges(ended)} {have} ended: the next cell tells why, and the one "
+            "after that starts new workers"
         )
     workers = plan.headline() if rows else f"The next cell starts {plan.headline()}"
     left_out = template_for(plan.device).left_out_text()
@@ -71,23 +69,9 @@ class StatusTable:
     rows: Sequence[RankStatus]
     headline: str = ""
 
-    def under(self, headline: str) -> StatusTable:
-        """The same ranks below another line."""
-        return StatusTable(self.rows, headline)
-
     def _cells(self) -> list[list[str]]:
-        # A column without a value for any rank would only take space.
-        columns = [
-            (name, value_of)
-            for name, value_of in _COLUMNS
-            if name in _LASTING_COLUMNS or any(map(value_of, self.rows))
-        ]
-        head = [name for name, _ in columns]
-        body = [
-            [value_of(row) or ("" if name == "doing" else "-") for name, value_of in columns]
-            for row in self.rows
-        ]
-        return [head, *body]
+        columns = {name: [tell(row) for row in self.rows] for name, tell in _COLUMNS.items()}
+        return filled_columns(columns)
 
     def __str__(self) -> str:
         lines = [line.removeprefix("  ") for line in indented(self._cells())] if self.rows else []
@@ -111,14 +95,13 @@ def _duration_words(row: RankStatus) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h"
 
 
-_COLUMNS: tuple[tuple[str, Callable[[RankStatus], str]], ...] = (
-    ("rank", lambda row: str(row.rank)),
-    ("state", lambda row: row.state),
-    ("for", _duration_words),
-    ("memory", lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else ""),
-    ("on device", lambda row: "" if row.device_bytes is None else format_bytes(row.device_bytes)),
-    ("group", lambda row: row.group),
-    ("names", lambda row: first_few(row.names, 6)),
-    ("doing", lambda row: row.doing),
-)
-_LASTING_COLUMNS = ("rank", "state", "for", "memory", "doing")
+_COLUMNS: dict[str, Callable[[RankStatus], str]] = {
+    "rank": lambda row: str(row.rank),
+    "state": lambda row: row.state,
+    "for": _duration_words,
+    "memory": lambda row: format_bytes(row.rss_bytes) if row.rss_bytes else "",
+    "on device": lambda row: "" if row.device_bytes is None else format_bytes(row.device_bytes),
+    "group": lambda row: row.group,
+    "names": lambda row: first_few(row.names, 6),
+    "doing": lambda row: row.doing,
+}

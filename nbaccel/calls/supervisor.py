@@ -35,7 +35,7 @@ from nbaccel.base.units import format_seconds
 from nbaccel.calls import shutdown
 from nbaccel.config.capabilities import engine_row
 from nbaccel.output.console import Console
-from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.display import Dashboard
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.plan import Plan
 from nbaccel.train.call_check import CHECK_VARIABLE
@@ -127,7 +127,7 @@ class Supervisor:
         task_number: int,
         console: Console,
         timeout_s: float | None = None,
-        make_show: Callable[[], DashboardUpdater] | None = None,
+        make_show: Callable[[], Dashboard] | None = None,
     ) -> None:
         self.members = list(group.members)
         self.console = console
@@ -136,7 +136,7 @@ class Supervisor:
         self._tasks = tasks
         self._number = task_number
         self._make_show = make_show
-        self._show: DashboardUpdater | None = None
+        self._show: Dashboard | None = None
         # Not epoll: a call is short, and each registering there is a system call.
         self._selector = selectors.PollSelector()
         self._paused: dict[int, WorkerHandle] = {}  # pipes not read now: the worker waits

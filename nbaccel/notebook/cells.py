@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import sys
+import traceback
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
@@ -121,8 +120,7 @@ def with_a_body(lines: list[str]) -> list[str]:
 
 def _user_lines() -> Iterator[tuple[str, int]]:
     """File and line of each top-level frame of the user's code in the present call stack."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way to the frames above
-    while frame is not None:
+    for frame, line_number in traceback.walk_stack(None):
         code = frame.f_code
         # First the sign that all names of such code have: a stack has dozens of functions.
         if (
@@ -130,5 +128,4 @@ def _user_lines() -> Iterator[tuple[str, int]]:
             and is_module(code.co_name)
             and not Frame(file=code.co_filename, line=0, function="").is_library
         ):
-            yield code.co_filename, frame.f_lineno
-        frame = frame.f_back
+            yield code.co_filename, line_number

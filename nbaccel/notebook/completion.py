@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from IPython.core import completer, page
@@ -25,60 +25,6 @@ class Matches(NamedTuple):
     are_all: bool = False  # whether nothing else makes sense there
 
 
-Ask = Callable[[str, int, int], Matches]  # given the cell's text, the cursor's line and column
-
-
-def _add_matcher(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    @completer.context_matcher(identifier="nbaccel")  # type: ignore[untyped-decorator]
-    def matcher(context: completer.CompletionContext) -> completer.SimpleMatcherResult:
-        ours = ask_matches(context.full_text, context.cursor_line, context.cursor_position)
-        return completer.SimpleMatcherResult(
-            completions=[
-                completer.SimpleCompletion(text=word, type=word_kind or None)
-                for word, word_kind in zip(ours.words, ours.kinds, strict=False)
-            ],
-            matched_fragment=ours.part,
-            suppress=ours.are_all,
-        )
-
-    shell_completer.custom_matchers.append(matcher)
-    return lambda: shell_completer.custom_matchers.remove(matcher)
-
-
-def _wrap_complete(shell_completer: Any, ask_matches: Ask) -> Callable[[], None]:
-    """IPython before 8.6: its result is the replaced text, words, their origins, and Jedi's."""
-
-    def with_ours(earlier_complete: Callable[..., Any]) -> Callable[..., Any]:
-        def complete(*, cursor_line: int, cursor_pos: int, **more: Any) -> tuple[Any, ...]:
-            text = more.get("full_text")
-            ours = Matches()
-            if text and cursor_pos is not None:
-                ours = ask_matches(text, cursor_line, cursor_pos)
-            words = list(ours.words)
-            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
-            if ours.are_all:
-                return ours.part, words, ["nbaccel"] * len(words), ()
-            theirs: tuple[Any, ...] = earlier_complete(
-                cursor_line=cursor_line, cursor_pos=cursor_pos, **more
-            )
-            return _joined(ours, *theirs) if words else theirs
-
-        return complete
-
-    return ipython_private.wrap_completions(shell_completer, with_ours)
-
-
-def _joined(
-    ours: Matches, their_part: str, their_words: list[str], origins: list[str], jedi_matches: Any
-) -> tuple[str, list[str], list[str], Any]:
-    """Ours and theirs, as replacements of the same text: the longer of the two."""
-    part = max(their_part, ours.part, key=len)
-    theirs = [part.removesuffix(their_part) + word for word in their_words]
-    added = [part.removesuffix(ours.part) + word for word in ours.words]
-    added = [word for word in added if word not in theirs]
-    return part, [*added, *theirs], ["nbaccel"] * len(added) + list(origins), jedi_matches
-
-
 _LINE_MAGIC = re.compile(r"^(?P<before>.*?%accelerate[ \t]+)(?P<rest>.*)$")
 
 
@@ -90,8 +36,25 @@ class Completion:
 
     def load(self) -> Callable[[], None]:
         """Add it to the shell's completer; returns what removes it."""
-        ask_also = _add_matcher if hasattr(completer, "context_matcher") else _wrap_complete
-        return ask_also(self._session.shell.Completer, self._matches)
+        shell_completer: Any = self._session.shell.Completer
+        shell_method = shell_completer.completions
+
+        def completions(text: str, offset: int) -> Iterator[completer.Completion]:
+            ours = self._matches(text, *completer.position_to_cursor(text, offset))
+            start = offset - len(ours.part)
+            # Front ends let all replace the same text, by `rectify_completions`.
+            found = [
+                completer.Completion(start, offset, word, type=kind or None)
+                for word, kind in zip(ours.words, ours.kinds, strict=True)
+            ]
+            yield from found
+            # IPython and Jedi would add Python names, which mean nothing on a magic's line.
+            theirs = () if ours.are_all else shell_method(text, offset)
+            yield from (other for other in theirs if other not in found)
+
+        # In the instance, so that removing it brings the class's method back.
+        vars(shell_completer)["completions"] = completions
+        return lambda: vars(shell_completer).pop("completions", None)
 
     def _matches(self, cell_text: str, cursor_line: int, cursor_column: int) -> Matches:
         cell_lines = cell_text.split("\n")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
-import threading
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -91,11 +90,8 @@ class WorkerBoard:
         return isinstance(self._session.shell.display_pub, CapturingDisplayPublisher)
 
     def _poll_later(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            # A kernel without a loop: then it is renewed by cells only.
-            with contextlib.suppress(RuntimeError):
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
+        # None in a kernel without a loop: then it is renewed by cells only.
+        self._timer = publish.call_later(_POLL_INTERVAL_S, self._poll_between_cells)
 
     def _poll_between_cells(self) -> None:
         self._timer = None
@@ -112,7 +108,8 @@ class WorkerBoard:
         status = pool.status()
         if self._session.pool is None and self._shown is not None and self._shown.rows:
             # The saved notebook keeps what the workers were.
-            status = self._shown.under(f"{status.headline.rstrip('.')}. Before that:")
+            headline = f"{status.headline.rstrip('.')}. Before that:"
+            status = dataclasses.replace(self._shown, headline=headline)
         if str(status) != str(self._shown):
             self._shown = status
             self._handle.update(status)
@@ -175,10 +172,8 @@ def line_magic(session: Session, recorder: Cells, board: WorkerBoard) -> Callabl
         "stop": lambda _: print(
             "Workers stopped." if session.stop() else "There are no workers to stop."
         ),
-        "pull": lambda line: print(session.pull(_required_names(line, "pull", "loss"), line.ranks)),
-        "push": lambda line: print(
-            session.push(_required_names(line, "push", "model"), line.ranks)
-        ),
+        "pull": lambda line: print(session.pull(line.names, line.ranks)),
+        "push": lambda line: print(session.push(line.names, line.ranks)),
         "config": lambda line: _show_config(session, line),
         "report": _latest_report,
         "runs": _earlier_runs,
@@ -275,15 +270,6 @@ def _print_traceback(_line: MagicLine) -> None:
             place = f"  {frames.place(frame)}, in {frame.function}"
             print("\n".join((place, *frames.source(frame, num_around=0))))
         print(record.headline)
-
-
-def _required_names(line: MagicLine, subcommand_name: str, example_names: str) -> tuple[str, ...]:
-    if line.names:
-        return line.names
-    raise ConfigError(
-        f"%accelerate {subcommand_name} got no names. Write %accelerate {subcommand_name} "
-        f"{example_names}."
-    )
 
 
 def _unknown_subcommand(word: str, options: str) -> ConfigError:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.units import count_noun, number_ranges
+from nbaccel.base.units import number_ranges
 from nbaccel.config import RunConfig
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import closest, shown
@@ -239,17 +239,6 @@ def read_magic_line(
     return reader.line(base_config)
 
 
-def check_ranks(ranks: Sequence[int] | None, world_size: int) -> None:
-    """Refuse ranks that no worker has."""
-    if unknown_ranks := [rank for rank in ranks or () if rank >= world_size]:
-        are = "is" if world_size == 1 else "are"
-        raise ConfigError(
-            f"--ranks names {ranks_as_text(unknown_ranks)}: there {are} "
-            f"{count_noun(world_size, 'worker')}, {ranks_as_text(range(world_size))}. Name these, "
-            f"or start more: %accelerate restart -n {max(unknown_ranks) + 1}."
-        )
-
-
 def missing_names(wanted_names: Iterable[str], namespace: Mapping[str, Any]) -> None:
     """Refuse names that the notebook does not have."""
     names = [name for name in namespace if not name.startswith("_")]
@@ -298,6 +287,8 @@ class _LineReader:
             self.mistakes += error.mistakes
         if named_config is not None:
             self._compare(named_config, config, settings)
+        if self.subcommand in ("pull", "push") and not self.names:
+            self.mistakes.append(f"{self._magic_name} got no names. Write {self._magic_name} loss.")
         # Each once: a setting's mistake may be reported by several parts.
         refuse_mistakes(dict.fromkeys(self.mistakes))
         return MagicLine(

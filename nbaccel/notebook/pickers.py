@@ -8,7 +8,6 @@ Both are shown before the memory is estimated; what is kept is renewed after eac
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 import uuid
@@ -199,7 +198,9 @@ class Picker(HasTraits):
         with self._model.lock:
             self._model.postpone_memory()
             # `display(widget)` would add the widget's repr as text; what is below has all of it.
-            bundle = publish.widget_bundle(self._live_view().root)
+            view = {"version_major": 2, "version_minor": 0}
+            view["model_id"] = self._live_view().root.model_id
+            bundle = {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
             display(bundle, raw=True)  # type: ignore[no-untyped-call]
             # The same id in all cells that show this picker, so that an update reaches each.
             kept = self._kept_output()
@@ -254,9 +255,7 @@ class Picker(HasTraits):
         self._is_stale = True
         # The timer below needs a running loop; after the notebook's last cell it may never fire.
         shell.events.register("post_run_cell", self._renew)
-        try:
-            asyncio.get_running_loop().call_later(_RENEWAL_PAUSE_S, self._renew)
-        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+        if publish.call_later(_RENEWAL_PAUSE_S, self._renew) is None:
             self._renew()
 
     def _renew(self, _result: object = None) -> None:

@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.units import format_bytes
-from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool
+from nbaccel.calls.pool_planning import CellSource, PoolState, plan_pool, ranks_of
 from nbaccel.config import RunConfig
 from nbaccel.notebook import magic_line
 from nbaccel.plan import Plan
@@ -79,23 +79,15 @@ class Session:
     def run(self, line: magic_line.MagicLine, source: CellSource) -> None:
         """Run a cell; workers are started if there are none."""
         pool = self._ready(line)
-        magic_line.check_ranks(line.ranks, pool.num_processes)
         result = pool.run(source, ranks=line.ranks, out=line.out)
         if line.out:
             self._bind(pool, result.out)
 
     def restart(self, line: magic_line.MagicLine) -> None:
         """Start new workers in the place of the old ones."""
-        old_pool = self.pool
-        group = self.dist or line.dist
         plan_pool(line.wanted)  # a refusal must leave the old ones running
-        # `Pool.restart` takes new settings, but whether workers join a group is fixed per pool.
-        if old_pool is None or old_pool.state is PoolState.STOPPED or group != self.dist:
-            self.stop()
-            self._start(line.wanted, joins_group=group)
-        else:
-            old_pool.restart(line.wanted)
-            self.config = line.wanted
+        self.stop()
+        self._start(line.wanted, joins_group=self.dist or line.dist)
 
     def stop(self) -> bool:
         """End the workers."""
@@ -107,7 +99,7 @@ class Session:
 
     def pull(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Bind names of the workers in the notebook."""
-        pool = self._living("pulled from", names, ranks)
+        pool = self._living("pulled from", names)
         self._bind(pool, pool.pull(*names, ranks=ranks))
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
         is_value = ranks is not None and len(ranks) == 1
@@ -117,7 +109,7 @@ class Session:
 
     def push(self, names: Sequence[str], ranks: Sequence[int] | None) -> str:
         """Send names of the notebook to the workers."""
-        pool = self._living("pushed to", names, ranks)
+        pool = self._living("pushed to", names)
         magic_line.missing_names(names, self.shell.user_ns)
         copied_bytes = pool.push(*names, ranks=ranks)
         asked = tuple(range(pool.num_processes)) if ranks is None else ranks
@@ -180,8 +172,8 @@ class Session:
         if (pool := self.living_pool) is not None:
             self._refuse_other(pool, line)
             return pool
-        if line.ranks:
-            magic_line.check_ranks(line.ranks, plan_pool(line.wanted).num_processes)
+        if line.ranks:  # refused before workers are started
+            ranks_of(line.ranks, plan_pool(line.wanted).num_processes)
         broken = self.pool
         if broken is None or broken.state is PoolState.STOPPED:
             return self._start(line.wanted, joins_group=self.dist or line.dist)
@@ -238,14 +230,13 @@ class Session:
         self.shell.push(values)  # type: ignore[no-untyped-call]
         pool.bound_here(tuple(values))
 
-    def _living(self, action: str, names: Sequence[str], ranks: Sequence[int] | None) -> Pool:
+    def _living(self, action: str, names: Sequence[str]) -> Pool:
         if (pool := self.living_pool) is not None:
-            magic_line.check_ranks(ranks, pool.num_processes)
             return pool
         text = f" ({self.pool.reason})" if self.pool is not None and self.pool.reason else ""
         raise ConfigError(
-            f"{', '.join(names)} cannot be {action} workers: there are none{text}. Run a "
-            "%%accelerate cell first, or start them with %accelerate restart."
+            f"{', '.join(names)} cannot be {action} workers: there are none{text}. "
+            "Run a %%accelerate cell first, or start them with %accelerate restart."
         )
 
 

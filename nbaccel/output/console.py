@@ -23,6 +23,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import io
 import itertools
 import math
 import os
@@ -154,11 +155,6 @@ class OutputItem(NamedTuple):
     # By what it can be updated later: others depend on it, and it may not be dropped.
     handle: str | None = None
     updates: bool = False  # whether it replaces an output that was shown before
-
-    @property
-    def clears(self) -> bool:
-        """Whether it is a request to clear the cell."""
-        return self.handle == _CLEARING
 
     @property
     def num_chars(self) -> int:
@@ -602,7 +598,8 @@ class Console:
         if item.handle is not None and self._owners[item.handle] != min(ranks):
             return
         label = self._prefix(ranks).rstrip()
-        if label and not item.clears and not item.updates and len(ranks) < len(self._ranks):
+        is_new = not item.updates and item.handle != _CLEARING
+        if label and is_new and len(ranks) < len(self._ranks):
             self._write("stdout", label + "\n")
         match item.message:
             case messaging.ClearOutput(wait):
@@ -640,7 +637,7 @@ class RankLogs:
     """The files of one group of workers."""
 
     def __init__(self, log_dir: str, ranks: Iterable[int]) -> None:
-        self._files: dict[tuple[int, str], int] = {}
+        self._files: dict[tuple[int, str], io.FileIO] = {}
         name = f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
         # Two starts of one process within a second: restarts of workers that fail at once.
         names = (f"{name}_{number}" if number else name for number in itertools.count())
@@ -652,9 +649,7 @@ class RankLogs:
             for rank in ranks:
                 for name in STREAM_NAMES:
                     path = self.folder / f"rank_{rank}.{name}.log"
-                    self._files[rank, name] = os.open(
-                        path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-                    )
+                    self._files[rank, name] = io.FileIO(path, "a")
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -664,13 +659,13 @@ class RankLogs:
 
     def write(self, rank: int, stream_name: str, output_bytes: bytes) -> str:
         """Append what a rank has written."""
-        descriptor = self._files.get((rank, stream_name))
-        if descriptor is None:
+        file = self._files.get((rank, stream_name))
+        if file is None:
             return ""
         try:
             # A single write may take only a part, and the disk may be full for the rest.
             while output_bytes:
-                output_bytes = output_bytes[os.write(descriptor, output_bytes) :]
+                output_bytes = output_bytes[file.write(output_bytes) :]
         except OSError as error:
             # Training goes on: a full disk for logs must not cost hours of work.
             self._drop(rank, stream_name)
@@ -688,7 +683,7 @@ class RankLogs:
     def _drop(self, rank: int, name: str) -> None:
         # Network file systems report a failed write when the file is closed.
         with contextlib.suppress(OSError):
-            os.close(self._files.pop((rank, name)))
+            self._files.pop((rank, name)).close()
 
 
 def hidden_streams(shown_output: str, ranks: Sequence[int]) -> frozenset[tuple[int, str]]:

@@ -8,9 +8,8 @@ rank 3  {"text/plain": "0.87"} ─┘
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import html
-import importlib
 import sys
 import time
 import uuid
@@ -19,8 +18,6 @@ from typing import Any
 
 from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun, number_ranges
-
-_RENDER_METHOD = "_render_traceback_"
 
 
 def publish_display(content: Mapping[str, Any]) -> None:
@@ -32,12 +29,6 @@ def publish_display(content: Mapping[str, Any]) -> None:
         sys.stdout.write(f"{text}\n")
 
 
-def widget_bundle(widget: Any) -> dict[str, Any]:
-    """A widget as rich output, without its repr as text."""
-    view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
-    return {"text/plain": "", "application/vnd.jupyter.widget-view+json": view}
-
-
 def clear(*, wait_for_new: bool) -> None:
     """Clear the cell's output, where there is a cell."""
     shell = frames.running_shell()
@@ -45,28 +36,17 @@ def clear(*, wait_for_new: bool) -> None:
         shell.display_pub.clear_output(wait=wait_for_new)
 
 
-def show_by_its_text(error_class: type[BaseException]) -> None:
-    """Let IPython use `_render_traceback_` of the next exception of this class, also of a group."""
-    shell = frames.running_shell()
-    # IPython has one handler at a time: one of the user's must not be replaced.
-    if shell is None or any(not hasattr(one, _RENDER_METHOD) for one in shell.custom_exceptions):
-        return
-
-    def show_traceback(
-        shell: Any, error_class: type, error: Any, error_traceback: Any, tb_offset: Any = None
-    ) -> Any:
-        # For one exception only: the user's later ones are shown as ever.
-        shell.set_custom_exc((), None)
-        lines = error._render_traceback_()
-        ipython_private.show_traceback_lines(shell, error_class, error, lines)
-        return lines
-
-    shell.set_custom_exc((error_class,), show_traceback)
-
-
 def has_cells() -> bool:
     """Whether output can be changed after it was shown: there is a kernel, and a browser at it."""
     return getattr(frames.running_shell(), "kernel", None) is not None
+
+
+def call_later(seconds: float, act: Callable[[], object]) -> asyncio.TimerHandle | None:
+    """Do something in a while; None where no loop runs in this thread, so no timer can be set."""
+    try:
+        return asyncio.get_running_loop().call_later(seconds, act)
+    except RuntimeError:
+        return None
 
 
 def request_header(name: str) -> str:
@@ -104,8 +84,7 @@ def _show_lines(lines: list[str]) -> None:
 
 
 # Front ends draw it as nothing, and nbconvert knows both forms: it warns of an output without any.
-_HTML_TYPE = "text/html"
-_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", _HTML_TYPE: ""}
+_EMPTY_CONTENT: dict[str, Any] = {"text/plain": "", "text/html": ""}
 
 
 class CellPlace:
@@ -118,16 +97,14 @@ class CellPlace:
 
     What workers print comes below it. A call that is over before it has printed anything, or shown
     anything here, leaves no output at all. An `Output` of ipywidgets ignores changes of what it
-    shows: within it, the place is a widget whose HTML changes.
+    shows, so there is no place within it.
     """
 
     def __init__(self) -> None:
-        self.is_there = has_cells()  # whether there is a cell whose output can be replaced
+        kernel = getattr(frames.running_shell(), "kernel", None)
+        # Whether there is a cell whose output can be replaced.
+        self.is_there = has_cells() and not ipython_private.is_in_output_widget(kernel)
         self.has_panel = self.is_there and env.flag("NBACCEL_DASHBOARD") is not False
-        # A widget shows HTML only.
-        self.is_widget = self.is_there and ipython_private.is_in_output_widget(
-            getattr(frames.running_shell(), "kernel", None)
-        )
         self.display_id = uuid.uuid4().hex  # what the front end knows the output by
         self._content = _EMPTY_CONTENT
         self._stands = False
@@ -150,17 +127,7 @@ class CellPlace:
         """The cell has been cleared: the next output comes below a new place."""
         self._stands = False
 
-    @functools.cached_property
-    def _widget(self) -> Any:
-        return importlib.import_module("ipywidgets").HTML()
-
     def _publish_content(self) -> None:
-        if self.is_widget:
-            self._widget.value = self._content.get(_HTML_TYPE, "")
-            if not self._stands:
-                self._stands = True
-                publish_display({"data": widget_bundle(self._widget)})
-            return
         # With the same display id, so that the front end replaces the output.
         transient = {"display_id": self.display_id}
         publish_display({"data": self._content, "transient": transient, "update": self._stands})

@@ -420,14 +420,13 @@ def report_document(facts: RunFacts) -> str:
     )
 
 
-def summary_html(board: RunBoard, facts: RunFacts, *, folds_chart: bool = False) -> str:
+def summary_html(board: RunBoard, facts: RunFacts) -> str:
     """What stays of a run in its cell: one line that unfolds to the report, and the chart."""
     words = html.escape(" · ".join(_finished_parts(facts)))
     headline = f"{_SIGNS[facts.ending]} <b>{count_noun(len(facts.ranks), 'rank')}</b> · {words}"
     names = facts.metric_names
-    in_sight = [] if folds_chart else names[:1]
-    report = _part_html(facts, "", names[len(in_sight) :]) + live_html.printed_html(board)
-    charts = "".join(_chart(facts, name, as_image=True) for name in in_sight)
+    report = _part_html(facts, "", names[1:]) + live_html.printed_html(board)
+    charts = "".join(_chart(facts, name, as_image=True) for name in names[:1])
     return (
         f'<div style="{live_html.PANEL_STYLE}"><details>'
         f'<summary style="{live_html.SUMMARY_STYLE}">{headline}</summary>'

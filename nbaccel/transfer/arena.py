@@ -12,13 +12,12 @@ steps the right ones. A view taken earlier (`w = model.weight.data[0]`) keeps th
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +28,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ModelNotShareable
-from nbaccel.base.log import write_notice
 from nbaccel.base.processes import uninterrupted
-from nbaccel.base.units import first_few
 from nbaccel.transfer import memfd
 
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)  # a DTensor, for one, has no memory of its own
@@ -233,15 +230,6 @@ class _Span:
     def nbytes(self) -> int:
         return self.high - self.low
 
-    def has_other_views(self) -> bool:
-        """Whether tensors or arrays beside the modules' own lie in this storage on the host."""
-        if self.storage.device.type != "cpu":
-            return False
-        num_users = torch_private.storage_use_count(self.storage)
-        tensors = len({id(tensor) for tensor in self.tensors})
-        # None: this torch cannot count the users. `self.storage` is a user too, hence + 1.
-        return num_users is not None and num_users > tensors + 1
-
     def raw(self) -> torch.Tensor:
         """The bytes of the span, where they are now, as a uint8 tensor of shape `[nbytes]`."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -266,16 +254,7 @@ def share_modules(modules: Sequence[tuple[str, nn.Module]]) -> Sharing:
         raise ModelNotShareable("The model cannot be handed to workers:\n" + "\n".join(refusals))
     # Two launches from two threads must not both move the same tensor.
     with _MOVE_LOCK, torch.no_grad():
-        stand_ins, viewed = _move_storages(modules)
-    # A message and not a refusal: the launch itself works, only the older view goes stale.
-    if viewed:
-        tensors = ((f"{path}.{name}", t) for path, one in modules for name, t in named_tensors(one))
-        names = [name for name, tensor in tensors if id(tensor) in viewed]
-        write_notice(
-            f"nbaccel: {first_few(names, 2)} moved to shared memory, and something else has a view "
-            "of the old memory: a state_dict(), a slice or a NumPy array taken earlier. It keeps "
-            "the values of now and does not follow the model. Take it again, or .clone() it.\n"
-        )
+        stand_ins = _move_storages(modules)
     arenas: dict[str, Arena] = {}
     return Sharing(
         modules=tuple(_record_module(path, module, stand_ins, arenas) for path, module in modules),
@@ -354,10 +333,8 @@ def _emptied_parameters(module: nn.Module) -> Collection[str]:
     return empty if is_partitioned or len(empty) > max(1, len(parameters) // 2) else ()
 
 
-def _move_storages(
-    modules: Sequence[tuple[str, nn.Module]],
-) -> tuple[dict[int, tuple[Arena, int]], set[int]]:
-    """Move what is in no arena yet; returns host copies, and ids of viewed tensors."""
+def _move_storages(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[Arena, int]]:
+    """Move what is in no arena yet; returns the host copies of what is on devices."""
     # By id, because tied parameters are listed once per name and must be moved once.
     tensors = {id(t): t for _, module in modules for _, t in named_tensors(module)}
     spans = _storage_spans(tensors.values())
@@ -366,10 +343,7 @@ def _move_storages(
         span.start = arena_bytes
         arena_bytes += memfd.aligned(span.nbytes)
     if not spans:
-        return {}, set()
-    # Before the move: afterwards the tensors lie in another storage.
-    shared = {span.storage.data_ptr(): span for span in spans if span.has_other_views()}
-    viewed = set(_viewed_from_python(shared)) if shared else set()
+        return {}
     arena = Arena(memfd.create_file("arena", arena_bytes), arena_bytes)
     stand_ins: dict[int, tuple[Arena, int]] = {}
     for span in spans:
@@ -380,22 +354,7 @@ def _move_storages(
         else:
             # A tensor on an accelerator is not moved: workers get a copy in host memory.
             stand_ins[span.storage.data_ptr()] = (arena, span.start)
-    return stand_ins, viewed
-
-
-def _viewed_from_python(spans_by_address: Mapping[int, _Span]) -> Iterator[int]:
-    """Ids of tensors whose memory another tensor of Python has, not only an autograd graph."""
-    ids = {id(tensor) for span in spans_by_address.values() for tensor in span.tensors}
-    for candidate in gc.get_objects():
-        # By type: asking other objects could run code of theirs. An array refers to a tensor.
-        if type(candidate) not in (torch.Tensor, nn.Parameter) or id(candidate) in ids:
-            continue
-        try:
-            address = candidate.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # sparse ones have none
-            continue
-        if span := spans_by_address.get(address):
-            yield from map(id, span.tensors)
+    return stand_ins
 
 
 def _storage_spans(tensors: Iterable[torch.Tensor]) -> list[_Span]:

@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 
 from nbaccel.base.processes import uninterrupted
 from nbaccel.transfer import memfd, sharded_tensors
-from nbaccel.transfer.arena import Arena, Sharing, host_copies, module_version, named_tensors
+from nbaccel.transfer.arena import Arena, Sharing, host_copies, named_tensors
 
 _NUM_SAMPLES = 16
 _SAMPLE_BYTES = 4096  # in so many pieces: training changes nearly all bytes
@@ -72,7 +72,6 @@ class WeightReceiver:
 
     def __init__(self, sharing: Sharing, arenas: Mapping[str, Arena]) -> None:
         self._sharing = sharing
-        self._versions = self._versions_now()
         self._arenas = arenas
         self.staging: dict[str, int] = {}
         try:
@@ -120,11 +119,6 @@ class WeightReceiver:
                 # Inference tensors have no version counter; torch raises for them.
                 increment_version([tensor for tensor in written if not tensor.is_inference()])
 
-    def disturbed(self) -> list[str]:
-        """Paths of the modules that the notebook has written to meanwhile. Ask before `apply`."""
-        versions = self._versions_now()
-        return [path for path, before in self._versions.items() if versions[path] != before]
-
     def differing(self, reports: Sequence[WeightReport]) -> dict[str, str]:
         """Which ranks trained another model than rank 0's, by module path. Ask before `apply`."""
         messages = {}
@@ -142,9 +136,6 @@ class WeightReceiver:
             if ranks:
                 messages[path] = _differing_models(path, ranks, rank_0_trained=bool(digest_of_0))
         return messages
-
-    def _versions_now(self) -> dict[str, int]:
-        return {path: module_version(module) for path, _, module in self._sharing.modules}
 
     def close(self, close_files: Callable[[Sequence[int]], None] = memfd.close_all) -> None:
         """Close the staging files."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base.frames import keep_lines
+from nbaccel.config.given_values import closest
 from nbaccel.transfer import pickling, sharded_tensors
 from nbaccel.transfer.arena import SharedModule
 from nbaccel.transfer.free_names import is_users
@@ -88,13 +88,10 @@ class Namespace:
     def pack(self, names: Sequence[str]) -> tuple[PackedObject, int]:
         """Pack the values of these names for the notebook, as a dict, with tensors on the CPU."""
         known = [name for name in self._user_ns if is_users(name)]
-        lines = []
         missing = [name for name in names if name not in self._user_ns]
-        for name in missing:
-            matches = difflib.get_close_matches(name, known, n=3)
-            hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
-            lines.append(f"name {name!r} is not defined in worker {self._rank}.{hint}")
         if missing:
+            where = f"is not defined in worker {self._rank}"
+            lines = [f"name {name!r} {where}.{closest(name, known)}" for name in missing]
             raise NameError("\n".join(lines), name=missing[0])
         sender = _SenderToNotebook(namespace=self._user_ns)
         packed, fd = pickling.pack({name: self._user_ns[name] for name in names}, sender)

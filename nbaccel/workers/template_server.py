@@ -93,7 +93,6 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
     from nbaccel.workers.reaping import end_descendants
 
     left_out: dict[str, str] = dict(request["left_out"])
-    failed: dict[str, list[str]] = {}
     device_facts = fork_safety.device_facts()
     num_threads = len(fork_safety.lasting_threads({os.getpid()}))
     for package, modules in request["packages"].items():
@@ -114,15 +113,11 @@ def _import_packages(request: dict[str, Any], channel_fd: int) -> dict[str, str]
             end_descendants()
             os._exit(0)
         if error is not None and package not in sys.modules:
-            failed[package] = missing
             reason = f"its import fails ({type(error).__name__}: {error})"
             left_out[package] = reason[:_REASON_CHARS]
-    for package, names in failed.items():
-        # One of two that import each other may fail first, and succeed with the other.
-        if all(name in sys.modules for name in names):
-            del left_out[package]
     sharded_tensors.load_readers()
-    return left_out
+    # One of two that import each other may fail first, and succeed with the other.
+    return {package: why for package, why in left_out.items() if package not in sys.modules}
 
 
 def _first_error(modules: Sequence[str]) -> BaseException | None:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, MethodType
@@ -371,8 +371,7 @@ def _call(call: WorkerCall, stop: step_stop.AgreedStop) -> Any:
     """Call the function; one that is stopped where a step ends has no value."""
     loop_watch.watch_boundaries(loop_watch.StepBoundaries(stop.at_boundary))
     try:
-        with own_process():
-            return _looked_up(call.function)(*call.args)
+        return _looked_up(call.function)(*call.args)
     except (StoppedAtStep, SystemExit) as error:
         # sys.exit() is how a script ends well, and Lightning makes SystemExit of an interrupt.
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -449,31 +448,6 @@ def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
         return NotImplemented
     # cloudpickle returns the class it has made here or before the fork, so `isinstance` holds.
     return cloudpickle.loads, (pickling.dumps_with_lines(value),)
-
-
-@contextlib.contextmanager
-def own_process() -> Iterator[None]:
-    """A block of user code, which a child that it forks does not leave: that ends as a script."""
-    entered_by = os.getpid()
-    try:
-        yield
-    except BaseException as error:  # a child must end here whatever it raises
-        if os.getpid() == entered_by:
-            raise
-        _exit_process(error)
-    if os.getpid() != entered_by:
-        _exit_process(None)
-
-
-def _exit_process(error: BaseException | None) -> None:
-    exit_status = 0
-    if isinstance(error, SystemExit):
-        exit_status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        exit_status = 1
-        sys.excepthook(type(error), error, error.__traceback__)
-    worker_output.flush_streams()
-    os._exit(exit_status)
 
 
 # Libraries read their variables when they are loaded, which was not in the worker: each is told, in

@@ -71,7 +71,7 @@ def test_what_cannot_be_sent_is_named_before_anything_runs_and_unknown_names_are
         pool.run("ran = True\nlock.acquire()")
     assert pool.pull("ran") == {"ran": [False, False]}
     pool.run("losses = [1]")
-    said = r"'loses' is not defined in worker \d\. Did you mean losses"
+    said = r"'loses' is not defined in worker \d\. Did you mean 'losses'"
     with pytest.raises(NameError, match=said):
         pool.pull("loses")
 

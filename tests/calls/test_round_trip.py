@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbaccel import notebook_launcher
-from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.display import Dashboard
 from nbaccel.transfer import library_settings
 from nbaccel.workers import messaging, worker_processes
 from tests.house.source import ROOT
@@ -38,7 +38,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         (messaging.Channel, "send_packet"),
         (messaging.Channel, "receive"),
         (worker_processes, "process_use"),
-        (DashboardUpdater, "_rows"),
+        (Dashboard, "_rows"),
         (threading.Thread, "start"),
     ):
         found.of(owner, name, monkeypatch)

@@ -28,7 +28,7 @@ WAIT_S = 100.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the notes of this test are."""
     tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     # What else trains on this machine is noted elsewhere.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"nbaccel-{os.geteuid()}"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel import Pool, RunConfig, notebook_launcher
-from nbaccel.output.panel.display import DashboardUpdater
+from nbaccel.output.panel.display import Dashboard
 
 
 def tell(**facts):
@@ -281,7 +281,7 @@ def hold_and_wait(seen):
 
 def cell_weighed(hostfile, folder):
     seen, boards, doings = Path(folder, "seen"), [], {rank: set() for rank in range(4)}
-    look = DashboardUpdater.poll
+    look = Dashboard.poll
 
     def noting_look(updater, watched):
         # As where somebody looks at the output: in a notebook, or at a terminal.
@@ -295,7 +295,7 @@ def cell_weighed(hostfile, folder):
             boards.append([ranks[rank].memory.rss for rank in range(4)])
             seen.touch()
 
-    DashboardUpdater.poll = noting_look
+    Dashboard.poll = noting_look
     held = list(notebook_launcher(hold_and_wait, (str(seen),), hostfile=hostfile))
     tell(held=held, bytes=boards[0], doings=sorted(doings[2]))
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from nbaccel.calls.pool_planning import ranks_of
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
 from nbaccel.notebook.magic_line import (
     SUBCOMMANDS,
     cell_manual,
-    check_ranks,
     line_manual,
     missing_names,
     options_of,
@@ -139,16 +139,16 @@ def test_a_mistake_is_named_with_its_remedy(text, subcommand, said):
 
 
 def test_ranks_beyond_the_last_and_names_that_the_notebook_lacks_are_refused():
-    check_ranks((0, 3), 4)
-    check_ranks(None, 1)
-    with pytest.raises(ConfigError, match="ranks 4-5: there are 4 workers, ranks 0-3") as caught:
-        check_ranks((0, 4, 5), 4)
+    assert ranks_of((0, 3), 4) == (0, 3)
+    assert ranks_of(None, 1) == (0,)
+    with pytest.raises(ConfigError, match="ranks are 0-3: got 0,4-5") as caught:
+        ranks_of((0, 4, 5), 4)
     assert "%accelerate restart -n 6" in str(caught.value)
-    with pytest.raises(ConfigError, match="rank 1: there is 1 worker, rank 0"):
-        check_ranks((1,), 1)
-    check_ranks(line("--ranks 1").ranks, 2)
+    with pytest.raises(ConfigError, match="ranks are 0: got 1"):
+        ranks_of((1,), 1)
+    assert ranks_of(line("--ranks 1").ranks, 2) == (1,)
     with pytest.raises(ConfigError, match="1000000000"):
-        check_ranks(line("--ranks 0-1000000000").ranks, 2)
+        ranks_of(line("--ranks 0-1000000000").ranks, 2)
     missing_names(["mymodel"], {"mymodel": 1})
     with pytest.raises(ConfigError, match=r"'mymodl'.* Did you mean 'mymodel'"):
         missing_names(["mymodl"], {"mymodel": 1})

@@ -42,7 +42,7 @@ def refused(kernel: Kernel, code: str) -> str:
         ("%%accelerate --zero 4\n1", ("zero_stage must be one of 0, 1, 2, 3",)),
         ("%%accelerate\n", ("no code below %%accelerate", "%accelerate restart")),
         ("%%accelerate -n 2\n\n  \n", ("no code below %%accelerate",)),
-        ("%%accelerate --ranks 2 -n 2\n1", ("rank 2: there are 2 workers",)),
+        ("%%accelerate --ranks 2 -n 2\n1", ("ranks are 0-1: got 2",)),
         ("\n\n%%accelerate --foo\n1", ("1 %%accelerate --foo", "no option '--foo'")),
         pytest.param("%%time\n%%accelerate -n x\n1", ("1 %%time", "got 'x'"), marks=AFTER_TIME),
         ("%accelerate restrat", ("'restrat'", "Did you mean 'restart'?")),

@@ -82,7 +82,7 @@ def test_a_value_in_the_line_magics_above_it_and_config_that_waits_for_a_restart
         ),
         ("--no-share-back", ("share_back=True: got False", "restart --no-share-back ")),
         ("--dist", ("dist=False", "%accelerate restart --dist ")),
-        ("--ranks 2", ("there are 2 workers, ranks 0-1",)),
+        ("--ranks 2", ("ranks are 0-1: got 2",)),
         ("--zero 2", ("zero_stage=None: got 2", "%accelerate restart --zero 2 ")),
     ],
 )

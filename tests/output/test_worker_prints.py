@@ -189,7 +189,7 @@ def test_live_workers_append_to_the_same_files(tmp_path):
 def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, capfd):
     logs = RankLogs(str(tmp_path), [0])
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, logs._files[0, "stdout"])
+    os.dup2(full, logs._files[0, "stdout"].fileno())
     os.close(full)
     console = Console([0], rank_logs=logs)
     for _ in range(2):

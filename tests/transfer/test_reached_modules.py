@@ -83,20 +83,6 @@ def test_a_global_model_comes_home(name, start):
     assert means(found["model"]) == [3.0]
 
 
-def test_what_nothing_or_only_a_graph_of_an_earlier_loss_views_is_not_told_of(capsys):
-    notebook_launcher(cell(DEFINE)["by_global"], num_processes=2)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
-    notebook_launcher(lambda: model and None, num_processes=2)
-    assert "old memory" not in capsys.readouterr().err
-    assert loss.requires_grad
-    other, view = nn.Linear(3, 3), None
-    view = other.weight.data[0]
-    notebook_launcher(lambda: other and None, num_processes=2)
-    assert "old memory" in capsys.readouterr().err
-    assert view is not None
-
-
 @pytest.mark.parametrize("start", ["template", "fork"])
 def test_models_of_an_object_closures_defaults_and_partials_come_home(start):
     found = cell(DEFINE)

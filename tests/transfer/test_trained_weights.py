@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,47 +139,3 @@ def test_a_model_with_an_empty_parameter_trains_and_comes_home():
     # One without part in the loss keeps DDP from averaging, otherwise.
     with pytest.warns(UserWarning, match="find_unused_parameters=True"):
         notebook_launcher(work, (Dummy(),), num_processes=2)
-
-
-def test_a_thread_that_writes_the_model_during_a_launch_is_told(tmp_path):
-    model = nn.Linear(8, 8)
-    began, written = tmp_path / "began", tmp_path / "written"
-
-    def appears(path: Path) -> None:
-        while not path.exists():
-            time.sleep(0.01)
-
-    def write() -> None:
-        appears(began)
-        with torch.no_grad():
-            model.weight.fill_(2.0)
-        written.touch()
-
-    def work(model: nn.Module) -> None:
-        began.touch()
-        appears(written)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    with pytest.warns(UserWarning, match=r"The notebook wrote to args\[0\] while the workers"):
-        notebook_launcher(work, (model,), num_processes=2)
-    thread.join()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "take",
-    [lambda m: m.state_dict(), lambda m: m.weight.detach().numpy(), lambda m: m.weight.data[0]],
-    ids=["state_dict", "numpy", "slice"],
-)
-def test_a_view_taken_before_the_model_was_shared_is_told(take, capsys):
-    model = nn.Linear(8, 8)
-    held = take(model)
-    notebook_launcher(os.getpid, (), num_processes=2)
-    notebook_launcher(lambda m: None, (model,), num_processes=2)
-    told = capsys.readouterr().err
-    assert "args[0].weight" in told
-    assert "does not follow the model" in told
-    del held
-    notebook_launcher(lambda m: None, (model,), num_processes=2)
-    assert "does not follow" not in capsys.readouterr().err

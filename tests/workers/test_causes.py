@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from nbaccel import Pool, WorkerFailed, notebook_launcher
+from nbaccel import WorkerFailed, notebook_launcher
 from tests.worker_functions import CallersError
 
 ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", None)  # Python 3.11
@@ -177,28 +176,3 @@ def test_of_a_group_every_exception_is_told_with_its_line(fail):
     assert len(text.splitlines()) <= 40
     assert "two columns" in str(error.__cause__)
     assert [type(one) for one in error.exceptions] == [KeyError, KeyError, ExceptionGroup]
-
-
-@pytest.mark.forks
-def test_a_child_that_returns_is_neither_the_rank_nor_the_worker_of_a_cell():
-    def split() -> int:
-        os.fork()
-        return os.getpid()
-
-    for method in ("template", "fork"):
-        found = notebook_launcher(split, (), 2, start_method=method, timeout=60)
-        assert len(set(found)) == 2
-
-    def split_and_raise() -> int:
-        if os.fork() == 0:
-            raise ValueError("in the child")
-        return 1
-
-    assert notebook_launcher(split_and_raise, (), 2, timeout=60) == [1, 1]
-
-    with Pool(2, namespace={}, timeout=60) as pool:
-        pool.run("import os\nchild = os.fork()\nmine = os.getpid()")
-        assert all(pool.pull("child")["child"])
-        first = pool.pull("mine")["mine"]
-        pool.run("mine = os.getpid()")
-        assert pool.pull("mine")["mine"] == first

@@ -13,7 +13,7 @@ from nbaccel.config.capabilities import DEVICES, FP8_BACKENDS, PRECISIONS, START
 from nbaccel.memory.settings_form import ChoiceOption, Edit, Setting, SettingsForm, settings_forms
 from nbaccel.notebook.magic_line import kinds_of, words_of
 
-_PANEL_TITLES = {"precision": "Precision", "zero": "Training", "launch": "Launch"}
+_PANEL_TITLES = {"precision": "Precision", "launch": "Launch"}
 # Names of the choices that come first, in the order in which they are shown.
 _COMMON_FIELDS = {
     "precision": ("mixed_precision",),
@@ -98,17 +98,17 @@ def form_of(name: str) -> SettingsForm | None:
 
 def title_of(panel: str) -> str:
     """The heading of a panel."""
-    form_titles = ", ".join(form.title for form in settings_forms()) if panel == "zero" else ""
-    return form_titles or _PANEL_TITLES[panel]
+    if panel == "zero":
+        return ", ".join(form.title for form in settings_forms())
+    return _PANEL_TITLES[panel]
 
 
 @cache
 def settings(panel: str) -> tuple[Setting, ...]:
     """The choices of a panel: the common ones first, then the rest by section."""
     others = {setting.name: setting for setting in _of_panel(panel)}
-    # Without any strategy's form the panel shows the settings of `RunConfig` alone.
     of_forms = [name for form in settings_forms() for name in form.common]
-    common = (of_forms if panel == "zero" else []) or _COMMON_FIELDS[panel]
+    common = of_forms if panel == "zero" else _COMMON_FIELDS[panel]
     first_settings = [others.pop(name) for name in common]
     sections = list(dict.fromkeys(setting.section for setting in others.values()))
     by_section = sorted(others.values(), key=lambda setting: sections.index(setting.section))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +12,14 @@ import yaml
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
+from nbaccel.config.given_values import closest
 from nbaccel.config.text_forms import read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.magic_line import changed_flags
-from nbaccel.notebook.picker.choices import by_name
 from nbaccel.plan import Inventory
 
 _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
 """Settings of a run whose names strategies' own configurations have, too."""
-_NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 
 def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -56,13 +54,8 @@ def read_settings_source(
     form = next((form for form in settings_forms() if form.is_document(settings)), None)
     if form is None and _is_run(settings):
         return RunConfig(**{str(name): value for name, value in settings.items()}), ()
-    form = form or next(iter(settings_forms()), None)
-    if form is None:
-        keys = ", ".join(sorted(map(str, set(settings) - set(RunConfig.model_fields))))
-        raise ConfigError(
-            f"{keys} are no settings of RunConfig, and no strategy that is installed has a "
-            "configuration of its own. They would have no effect. Leave them out."
-        )
+    # Else it is meant for the first of them, which says what is wrong.
+    form = form or settings_forms()[0]
     run_config, remarks = form.read(settings, config, inventory)
     return run_config, remarks
 
@@ -72,25 +65,8 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
     names = set(RunConfig.model_fields)
     foreign = [str(key) for key in settings if key not in names]
     own = set(settings) & names - _SHARED_NAMES
-    misspelt = [
-        key
-        for key in foreign
-        if difflib.get_close_matches(key.lower(), names, n=1, cutoff=_NEAR_ENOUGH)
-    ]
+    misspelt = [key for key in foreign if closest(key, names)]
     return not foreign or len(own) + len(misspelt) > len(foreign) - len(misspelt)
-
-
-def mistakes_by_setting(error: ConfigError) -> dict[str, list[str]]:
-    """Mistakes, by the choice that each names first."""
-    # By the last part of a key, the first choice winning, or by the whole, which overrides that.
-    names = {name.rpartition(".")[2]: name for name in reversed(by_name()) if "." in name}
-    names |= {setting.strategy_key: name for name, setting in by_name().items()}
-    names |= {name: name for name in by_name()} | {"": ""}
-    mistakes: dict[str, list[str]] = {}
-    for text in error.mistakes:
-        first_word = re.split(r"[\s=:]", text, maxsplit=1)[0].rstrip(".,")
-        mistakes.setdefault(names.get(first_word, ""), []).append(text)
-    return mistakes
 
 
 def _parse_source(source: str | Path) -> Mapping[str, Any]:
@@ -152,8 +128,6 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         lines = dict(_keys_of(root, ()))  # where each key stands
         mistakes = [(_line_of(mistake, lines), str(mistake)) for mistake in error.args]
         return tuple(sorted(mistakes, key=lambda found: found[0] or len(text)))
-    except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
-        return ((None, str(error)),)
     return ()
 
 

@@ -168,7 +168,6 @@ class SettingField:
         self._model = form.model
         self._form = form
         self._note = form.new_html("", "nbaccel-field-note")
-        self._errors: w.HTML | None = None
         css_class = f"nbaccel-{rendering.css_name(setting.name)}"
         self.box = form.new_box([*self._controls(), self._note], "nbaccel-setting", css_class)
         self.sync()
@@ -182,20 +181,13 @@ class SettingField:
         if self.is_visible:
             with self._form.showing():
                 self._show(self._model.value(name), refusal)
-                self._show_errors()
+                if self.messages:
+                    self._note.value += rendering.error_html(self.messages)
 
     def tell(self, messages: tuple[str, ...]) -> None:
         """Show mistakes at this field; an empty tuple removes them."""
         self.messages = messages
-        self._show_errors()
-
-    def _show_errors(self) -> None:
-        # Made for the first mistake: most fields never have one, and a widget costs a message.
-        if self._errors is None and self.messages:
-            self._errors = self._form.new_html("", "nbaccel-field-errors")
-            self.box.children = (*self.box.children, self._errors)
-        if self._errors is not None:
-            self._errors.value = rendering.error_html(self.messages)
+        self.sync()
 
     def _controls(self) -> list[w.Widget]:
         raise NotImplementedError

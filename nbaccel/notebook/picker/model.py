@@ -410,12 +410,6 @@ class PickerModel:
             return ()
         return self._finder.find(self.config)
 
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """The precisions that the machine has, as things are; the chosen one is among them."""
-        offers = self.offers("mixed_precision")
-        return tuple(str(option.value) for option, reason in offers if not reason)
-
     def take(self, name: str) -> None:
         """Train in one of the ways of `candidates`, as one change."""
         named = {one.name: one for one in self.candidates()}
@@ -434,12 +428,13 @@ class PickerModel:
         """Measures all precisions, so that no later choice waits for that."""
         if self._memory_model.sample_batch is None:
             return ()
+        precisions = [one.value for one, reason in self.offers("mixed_precision") if not reason]
         may_recompute = not self.refusal("activation_checkpointing")
         return tuple(
             partial(
                 self._measure_later, mixed_precision=precision, activation_checkpointing=recomputes
             )
-            for precision in self.precisions
+            for precision in precisions
             for recomputes in (False, True)
             if may_recompute or recomputes == self.config.activation_checkpointing
         )

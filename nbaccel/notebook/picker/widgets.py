@@ -21,8 +21,9 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.picker import fields, rendering
 from nbaccel.notebook.picker.choices import PANELS, by_name, settings, taken_settings, title_of
-from nbaccel.notebook.picker.config_text import TextMistake, mistakes_by_setting, mistakes_in_text
+from nbaccel.notebook.picker.config_text import TextMistake, mistakes_in_text
 from nbaccel.notebook.picker.fields import FoldedSection, Form, SettingField, toggle_class
+from nbaccel.output import publish
 
 if TYPE_CHECKING:
     from nbaccel.memory.settings_form import Setting
@@ -76,41 +77,28 @@ class ConfigEditor:
             "Apply", "nbaccel-apply", lambda: self._take(self._text.value + "\n")
         )
         self._revert = form.new_button("Revert", "nbaccel-revert", self._revert_text)
-        self._upload = make(
-            *(w.FileUpload, "nbaccel-upload"),
-            description="Upload a file",
-            accept=".json,.yaml,.yml",
-            icon="",  # Notebook 7 cannot load the font of its icons
-        )
-        self._upload.observe(lambda change: self._on_upload(change.new), "value")
         self._path = make(w.Text, "nbaccel-path", description="File", placeholder="ds_config.json")
         self._target = make(w.Text, "nbaccel-target", description="Save to", placeholder="run.yaml")
         self._faces = make(w.Dropdown, "nbaccel-save-as", description="as")
         self._errors = form.new_html("", "nbaccel-load-errors")
-        load = form.new_button("Load", "nbaccel-load", lambda: self._open(self._read_path))
+        load = form.new_button("Load", "nbaccel-load", self._on_load)
         save = form.new_button("Save", "nbaccel-save", self._on_save)
         self.sync()
         buttons = form.new_row([self._apply, self._revert], "nbaccel-row")
         beside = form.new_box([self._told, buttons], "nbaccel-beside-text")
         return [
             form.new_row([self._text, beside], "nbaccel-editor"),
-            form.new_row([self._path, load, self._upload], "nbaccel-row"),
+            form.new_row([self._path, load], "nbaccel-row"),
             form.new_row([self._target, self._faces, save], "nbaccel-row"),
             self._errors,
         ]
 
-    def _read_path(self) -> str:
-        return Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
-
     def _on_typed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:  # no loop runs in this thread, so no timer can be set
+        self._timer = publish.call_later(_TYPING_PAUSE_S, self._check)
+        if self._timer is None:
             self._check()
-        else:
-            self._timer = loop.call_later(_TYPING_PAUSE_S, self._check)
 
     @property
     def _is_edited(self) -> bool:
@@ -149,18 +137,10 @@ class ConfigEditor:
             self._present_text = self._model.editable_text()
         self._revert_text()
 
-    def _on_upload(self, uploaded: Sequence[Any] | dict[str, Any]) -> None:
-        if not uploaded:
-            return
-        files = uploaded.values() if isinstance(uploaded, dict) else uploaded
-        self._open(bytes(next(iter(files))["content"]).decode)
-        # So that the same file can be chosen again; a read-only dict in ipywidgets 7.
-        self._upload.set_trait("value", type(uploaded)())
-
-    def _open(self, read_text: Callable[[], str]) -> None:
+    def _on_load(self) -> None:
         """Bring a file into the editor, and take it over unless there is something wrong in it."""
         try:
-            text = read_text()
+            text = Path(self._path.value.strip()).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             mistake = f"The file cannot be read: {error}. Give the path of a JSON or YAML file."
             self._errors.value = rendering.error_html([mistake])
@@ -362,7 +342,6 @@ def search_settings(words: str, listed: Sequence[Setting]) -> list[Setting]:
     return [setting for _, setting in sorted(ranked, key=lambda found: found[0])]
 
 
-_SUGGEST = "Suggest"
 _NO_CHANGE = "Nothing has been changed yet"
 
 
@@ -374,7 +353,9 @@ class ActionsRow:
         self._form = form
         self._faces = FacesPanel(form)
         self._proposals = form.new_box([], "nbaccel-proposals", "nbaccel-hidden")
-        self._suggest = form.new_button(_SUGGEST, "nbaccel-suggest", self._on_suggest)
+        self._suggest = form.new_button(
+            "Suggest", "nbaccel-suggest", lambda: form.carry_out(self._show_proposals)
+        )
         self._undo = form.new_button("Undo", "nbaccel-undo", lambda: form.carry_out(model.undo))
         self._use = form.new_html(rendering.use_html("picker"), "nbaccel-use")
         section = FoldedSection("Copy as", form, self._faces.make, "nbaccel-opens-faces")
@@ -394,15 +375,6 @@ class ActionsRow:
     def tell_variable(self, name: str) -> None:
         """Say how what was chosen is used, by the variable that holds the picker."""
         self._use.value = rendering.use_html(name)
-
-    def _on_suggest(self) -> None:
-        self._suggest.disabled = True
-        self._suggest.description = "Looking …"
-        try:
-            self._form.carry_out(self._show_proposals)
-        finally:
-            self._suggest.description = _SUGGEST
-            self._suggest.disabled = bool(self._model.suggest_refusal)
 
     def _show_proposals(self) -> None:
         cards = []
@@ -427,7 +399,6 @@ class PickerView:
         # Those of the list of all settings, each made when it is first shown.
         self._listed: dict[str, SettingField] = {}
         self._first: list[SettingField] = []
-        self._told_elsewhere: list[SettingField] = []
         self._said: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()
         widget = self._form.new_html(rendering.front_html(hidden_class), "nbaccel-front")
@@ -453,9 +424,6 @@ class PickerView:
         """Do what the user asks for, and show what goes wrong."""
         with self._model.lock:
             # Messages of earlier mistakes go; a field whose text is still wrong keeps its own.
-            for told_field in self._told_elsewhere:
-                told_field.tell(())
-            self._told_elsewhere = []
             self._said = self._wrong = ()
             if field is not None:
                 field.messages = ()  # the text stays visible until the next attempt is judged
@@ -464,7 +432,10 @@ class PickerView:
                 action()
             except ConfigError as error:
                 mistakes = error.mistakes
-                self._place(error, field)
+                if field is not None:
+                    field.tell(mistakes)
+                else:
+                    self._wrong = mistakes
             except Exception as error:  # ipywidgets would only log it
                 mistakes = self._wrong = (f"{type(error).__name__}: {error}",)
             else:
@@ -472,23 +443,8 @@ class PickerView:
                 # After a whole configuration was loaded or undone, no refused text stays.
                 for refused in [one for one in self._all_fields() if one.messages and not field]:
                     refused.tell(())
-                    refused.sync()
             self._tell()
             return mistakes
-
-    def _place(self, error: ConfigError, field: SettingField | None) -> None:
-        others: list[str] = []
-        visible = [one for one in self._all_fields() if one.is_visible and one is not field]
-        for name, messages in mistakes_by_setting(error).items():
-            named = [one for one in visible if one.setting.name == name]
-            others += [] if named else messages
-            # The field's own messages come first.
-            for named_field in (one for one in named if not one.messages):
-                named_field.tell(tuple(messages))
-                self._told_elsewhere.append(named_field)
-        if field is not None:
-            field.tell(tuple(others) or error.mistakes)
-        self._wrong = () if field is not None else tuple(others)
 
     def _tell(self) -> None:
         remarks = dict.fromkeys([*self._said, *self._model.remarks])

@@ -51,12 +51,18 @@ if TYPE_CHECKING:
 
 FIRST_S = 1.0
 REDRAW_INTERVAL_S = 1.0
-_OPEN_CHARTS = 3  # enough to compare two runs of a cell with a third
 _LESS_AND_LESS = 3  # times as long until a terminal is told again
 
 
+WatchedCall = Any
+"""A call's `Supervisor`: its members, console, seconds, open ranks, who is at work and how."""
+
+
 class Dashboard:
-    """Shows what ranks do while they run, and a summary afterwards."""
+    """Shows what ranks do while they run, and a summary afterwards.
+
+    At a call's workers it looks itself (`poll`, `end`), and asks a pool's where they are.
+    """
 
     def __init__(
         self,
@@ -66,6 +72,9 @@ class Dashboard:
         title: str = "",
         place: CellPlace | None = None,
         is_wanted: bool = True,
+        of_pool: bool = False,
+        waiting_line: WaitingLine | None = None,
+        on_poll: Callable[[], None] | None = None,
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = read_clock
@@ -78,10 +87,17 @@ class Dashboard:
         self._is_wanted = is_wanted and env.flag("NBACCEL_DASHBOARD") is not False
         self._next = self.board.began + FIRST_S
         self._next_line = FIRST_S
+        self._of_pool = of_pool
+        self._waiting_line = waiting_line
+        self._on_poll = on_poll
+        self._device: Device | None = None
+        self._meter: Any = None  # what measures device memory; None where nothing can
+        self._watched: WatchedCall | None = None
 
     def due_in(self) -> float:
-        """Seconds until `update` shows something."""
-        return max(0.0, self._next - self._clock())
+        """Seconds until something is to be shown."""
+        waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()
+        return min(max(0.0, self._next - self._clock()), waiting_s)
 
     @property
     def is_due(self) -> bool:
@@ -111,10 +127,8 @@ class Dashboard:
             is_main_thread = threading.current_thread() is threading.main_thread()
             # Only the main thread is interrupted.
             panel_html = live_html(self.board, is_stoppable=is_main_thread)
-            # A widget that stands there gets HTML only, and cannot be renewed by its page.
-            if not place.is_widget:
-                note_run(place.display_id)
-                panel_html = followed_html(panel_html, place.display_id)
+            note_run(place.display_id)
+            panel_html = followed_html(panel_html, place.display_id)
             place.show({"text/plain": live_text(self.board), "text/html": panel_html})
         elif self.board.seconds >= self._next_line:
             # Several times that have passed since the last look make one line.
@@ -144,59 +158,15 @@ class Dashboard:
             self._place.show(summary)
             if run := _RUNS.get(self._place.display_id):
                 run.summary = summary
-            folded = {**summary, "text/html": summary_html(board, facts, folds_chart=True)}
-            # Earlier runs of this cell are folded: the charts of a loop of launches fill screens.
-            request_id = publish.request_header("msg_id")
-            of_this_cell = [shown for shown in _SHOWN_SUMMARIES if shown[0] == request_id]
-            _SHOWN_SUMMARIES[:] = [*of_this_cell, (request_id, self._place, folded)]
-            while len(_SHOWN_SUMMARIES) > _OPEN_CHARTS:
-                _, earliest_place, its_summary = _SHOWN_SUMMARIES.pop(0)
-                earliest_place.show(its_summary)
         elif self.was_shown:
             self._say(f"nbaccel: {line}")
 
     def _say(self, text: str) -> None:
+        if self._watched is not None:
+            self._watched.console.notice(text)
+            return
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-
-
-_SHOWN_SUMMARIES: list[tuple[str, CellPlace, dict[str, Any]]] = []
-"""Request, place, and what it shows once its chart is folded; of those whose chart is in sight."""
-
-
-WatchedCall = Any
-"""A call's `Supervisor`: its members, console, seconds, open ranks, who is at work and how."""
-
-
-class DashboardUpdater(Dashboard):
-    """The dashboard of a call: it looks at the workers itself, and asks a pool's where they are."""
-
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        *,
-        plan: Plan,
-        place: CellPlace | None = None,
-        of_pool: bool = False,
-        waiting_line: WaitingLine | None = None,
-        on_poll: Callable[[], None] | None = None,
-        title: str = "",
-    ) -> None:
-        # Not where output goes to a file or another program.
-        is_wanted = of_pool or frames.running_shell() is not None or sys.stderr.isatty()
-        super().__init__(ranks, plan=plan, title=title, place=place, is_wanted=is_wanted)
-        self._ranks = frozenset(ranks)
-        self._of_pool = of_pool
-        self._on_poll = on_poll
-        self._device: Device | None = None
-        self._meter: Any = None  # what measures device memory; None where nothing can
-        self._watched: WatchedCall | None = None
-        self._waiting_line = waiting_line
-
-    def due_in(self) -> float:
-        """Seconds until `poll` has something to do."""
-        waiting_s = float("inf") if self._waiting_line is None else self._waiting_line.due_in()
-        return min(super().due_in(), waiting_s)
 
     def poll(self, call: WatchedCall) -> None:
         """Show what is due. Cheap to call often."""
@@ -231,7 +201,7 @@ class DashboardUpdater(Dashboard):
         return [
             self._row(call, member, rewritten.get(member.rank, ()), on_device.get(member.pid))
             for member in call.members
-            if member.rank in self._ranks  # others of a pool do not have the task
+            if member.rank in self.board.ranks  # others of a pool do not have the task
         ]
 
     def _row(
@@ -267,10 +237,6 @@ class DashboardUpdater(Dashboard):
         finally:
             if self._meter is not None:
                 self._meter.close()
-
-    def _say(self, text: str) -> None:
-        if self._watched is not None:
-            self._watched.console.notice(text)
 
 
 def state_of(member: WorkerHandle) -> str:

@@ -72,7 +72,7 @@ class NoteFile:
         with contextlib.suppress(OSError):
             if self._path is None:
                 noted_runs()  # which removes those of killed processes
-                if (folder := _made_folder()) is None:
+                if (folder := _own_folder(makes=True)) is None:
                     return
                 self._path = folder / f"{os.getpid()}-{next(_NUMBERS)}.json"
             note = _note_of(board, self._path.stem, self._title)
@@ -94,8 +94,8 @@ class NoteFile:
 def noted_runs() -> list[RunNote]:
     """The runs that go on; files of processes that are gone are removed."""
     notes = []
-    folders = [folder for folder in _own_folders() if _is_private(folder)]
-    for path in itertools.chain.from_iterable(sorted(folder.iterdir()) for folder in folders):
+    folder = _own_folder()
+    for path in sorted(folder.iterdir()) if folder is not None else ():
         pid = path.name.partition("-")[0]
         if path.suffix == ".part" and pid.isdecimal() and psutil.pid_exists(int(pid)):
             continue
@@ -129,30 +129,17 @@ def interrupt_run(name: str) -> RunNote:
     return note
 
 
-def _own_folders() -> list[Path]:
-    """Where this user's notes may be: a terminal may have a variable that a notebook lacks."""
-    user = os.geteuid()
-    parents = dict.fromkeys((env.read("XDG_RUNTIME_DIR") or "", tempfile.gettempdir()))
-    return [Path(parent) / f"nbaccel-{user}" for parent in parents if os.access(parent, os.W_OK)]
-
-
-def _made_folder() -> Path | None:
-    for folder in _own_folders():
-        with contextlib.suppress(OSError):
+def _own_folder(*, makes: bool = False) -> Path | None:
+    """Where this user's notes are; None where something stands there that others may change."""
+    folder = Path(tempfile.gettempdir()) / f"nbaccel-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        if makes:
             folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_private(folder):
-            return folder
-    return None
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user's alone: among temporary files anybody can make one."""
-    try:
+        # Not of what a link leads to: among temporary files anybody can make one.
         found = folder.lstat()
-    except OSError:
-        return False
-    is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    return stat.S_ISDIR(found.st_mode) and is_own
+        is_own = found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        return folder if stat.S_ISDIR(found.st_mode) and is_own else None
+    return None
 
 
 def _read(path: Path) -> RunNote | None:

@@ -7,7 +7,7 @@ import pytest
 
 from nbaccel.config import RunConfig
 from nbaccel.errors import ConfigError
-from nbaccel.notebook.picker.config_text import mistakes_by_setting, mistakes_in_text
+from nbaccel.notebook.picker.config_text import mistakes_in_text
 from nbaccel.notebook.picker.model import PickerModel
 from tests import needs
 from tests.notebook.machines import WITHOUT_GPU
@@ -33,7 +33,7 @@ def test_deepspeeds_file_is_laid_over_the_run(picker, form, tmp_path):
 
 
 @needs.DEEPSPEED
-def test_a_file_of_something_else_is_refused_and_all_mistakes_are_told_beside_their_choices(picker):
+def test_a_file_of_something_else_is_refused_and_all_mistakes_are_told(picker):
     before = picker.config
     with pytest.raises(ConfigError, match=r"none of these keys.*architectures, n_embd"):
         picker.load({"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
@@ -50,13 +50,15 @@ def test_a_file_of_something_else_is_refused_and_all_mistakes_are_told_beside_th
     with pytest.raises(ConfigError) as caught:
         picker.load(wrong)
 
-    beside = mistakes_by_setting(caught.value)
     assert picker.config == before
-    assert "got -1" in beside["zero_optimization.reduce_bucket_size"][0]
-    assert "got 'many'" in beside["train_batch_size"][0]
-    assert any("Did you mean 'stage'?" in text for text in beside[""])
-    assert any("Did you mean 'gradient_clipping'?" in text for text in beside[""])
-    assert sum(map(len, beside.values())) == len(caught.value.mistakes)
+    told = str(caught.value)
+    for words in (
+        "got -1",
+        "got 'many'",
+        "Did you mean 'stage'?",
+        "Did you mean 'gradient_clipping'?",
+    ):
+        assert words in told
 
 
 @needs.DEEPSPEED_ROW

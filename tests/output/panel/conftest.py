@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbaccel.base.training_metrics import Metrics
-from nbaccel.output.panel.display import DashboardUpdater, WatchedCall
+from nbaccel.output.panel.display import Dashboard, WatchedCall
 from nbaccel.output.panel.facts import RunBoard
 
 
@@ -13,7 +13,7 @@ class Seen:
     """What the dashboards of a test were told; they work as ever."""
 
     def __init__(self) -> None:
-        self.shows: list[DashboardUpdater] = []
+        self.shows: list[Dashboard] = []
         self.watched: list[WatchedCall] = []
         self.heard: list[tuple[int, Metrics]] = []
 
@@ -29,9 +29,9 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    begin, receive, poll = (DashboardUpdater.__init__, RunBoard.receive, DashboardUpdater.poll)
+    begin, receive, poll = (Dashboard.__init__, RunBoard.receive, Dashboard.poll)
 
-    def noting_begin(self: DashboardUpdater, *args: object, **more: object) -> None:
+    def noting_begin(self: Dashboard, *args: object, **more: object) -> None:
         begin(self, *args, **more)
         found.shows.append(self)
 
@@ -39,12 +39,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.heard.append((rank, message))
         receive(self, rank, message)
 
-    def noting_look(self: DashboardUpdater, watched: WatchedCall) -> None:
+    def noting_look(self: Dashboard, watched: WatchedCall) -> None:
         if watched not in found.watched:
             found.watched.append(watched)
         poll(self, watched)
 
-    monkeypatch.setattr(DashboardUpdater, "__init__", noting_begin)
+    monkeypatch.setattr(Dashboard, "__init__", noting_begin)
     monkeypatch.setattr(RunBoard, "receive", noting_hear)
-    monkeypatch.setattr(DashboardUpdater, "poll", noting_look)
+    monkeypatch.setattr(Dashboard, "poll", noting_look)
     return found
