@@ -51,6 +51,15 @@ def inspect_also(shell: Any, wrapper: _Wrapper) -> Callable[[], None]:
     return lambda: vars(shell).pop("_inspect", None)
 
 
+def show_traceback_lines(shell: Any, kind: type, error: BaseException, lines: list[str]) -> None:
+    """Show an error as a shell shows tracebacks: in a kernel, as the cell's error."""
+    show = getattr(shell, "_showtraceback", None)
+    if show is None:
+        sys.stderr.write("\n".join([*lines, ""]))
+    else:
+        show(kind, error, lines)
+
+
 def publish_display(display_publisher: Any, display_content: Mapping[str, Any]) -> None:
     """Publish rich output; without flushing printed text first where there is none.
 

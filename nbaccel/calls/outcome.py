@@ -14,6 +14,7 @@ from nbaccel.base import errors, frames
 from nbaccel.base.units import first_few, format_seconds
 from nbaccel.calls.supervisor import CallResult
 from nbaccel.config.given_values import closest
+from nbaccel.output import publish
 from nbaccel.output.panel.facts import RunBoard
 from nbaccel.output.report import report_of
 from nbaccel.plan import Plan
@@ -111,6 +112,9 @@ def _build_error(
     errors.WorkerFailed.__init__(error, text, failure=cause, failures=tuple(records))
     if cause.raised is not None:
         error.__cause__ = RemoteTraceback(cause.full_traceback)
+        if cause.raised.parts:
+            # IPython ignores `_render_traceback_` of exception groups, which this may be, too.
+            publish.show_by_its_text(type(error))
     return error
 
 

@@ -19,6 +19,8 @@ from typing import Any
 from nbaccel.base import env, frames, ipython_private
 from nbaccel.base.units import count_noun, number_ranges
 
+_RENDER_METHOD = "_render_traceback_"
+
 
 def publish_display(content: Mapping[str, Any]) -> None:
     """Publish rich output in the current cell; outside IPython, print its text form."""
@@ -34,6 +36,25 @@ def clear(*, wait_for_new: bool) -> None:
     shell = frames.running_shell()
     if shell is not None:
         shell.display_pub.clear_output(wait=wait_for_new)
+
+
+def show_by_its_text(error_class: type[BaseException]) -> None:
+    """Let IPython use `_render_traceback_` of the next exception of this class, also of a group."""
+    shell = frames.running_shell()
+    # IPython has one handler at a time: one of the user's must not be replaced.
+    if shell is None or any(not hasattr(one, _RENDER_METHOD) for one in shell.custom_exceptions):
+        return
+
+    def show_traceback(
+        shell: Any, error_class: type, error: Any, error_traceback: Any, tb_offset: Any = None
+    ) -> Any:
+        # For one exception only: the user's later ones are shown as ever.
+        shell.set_custom_exc((), None)
+        lines = error._render_traceback_()
+        ipython_private.show_traceback_lines(shell, error_class, error, lines)
+        return lines
+
+    shell.set_custom_exc((error_class,), show_traceback)
 
 
 def has_cells() -> bool:

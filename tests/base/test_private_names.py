@@ -56,13 +56,15 @@ def test_the_refusal_comes_before_any_worker_is_started():
     assert "_pg_map: workers could not be launched" in last
 
 
-def test_an_ipython_without_names_of_convenience_goes_without():
+def test_an_ipython_or_a_torch_without_names_of_convenience_goes_without(capsys, monkeypatch):
     shell = types.SimpleNamespace()
     assert ipython_private.cell_numbers(shell) is None
     ipython_private.number_cell(shell, "a cell", 3)
     ipython_private.keep_cell_lines("a cell", None)
     ipython_private.inspect_also(shell, lambda earlier: earlier)()
     assert vars(shell) == {}
+    ipython_private.show_traceback_lines(shell, ValueError, ValueError(), ["one", "two"])
+    assert capsys.readouterr().err == "one\ntwo\n"
 
 
 def test_an_accelerate_without_its_names(monkeypatch):
