@@ -52,10 +52,12 @@ def status_table(
     if activity and state is PoolState.RUNNING:
         told = f" {activity}"
     elif ended and state is PoolState.IDLE:
-        have = "has" if len(ended) == 1 else "have"
+        have_ended = (
+            f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {number_ranges(ended)} have"
+        )
         told = (
-            f", but rank {number_ranges(ended)} {have} ended: the next cell tells why, and the one "
-            "after that starts new workers"
+            f", but {have_ended} ended: the next cell tells why, and the one after that starts "
+            "new workers"
         )
     workers = plan.headline() if rows else f"The next cell starts {plan.headline()}"
     left_out = template_for(plan.device).left_out_text()
