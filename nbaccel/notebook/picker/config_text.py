@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,6 @@ import yaml
 
 from nbaccel.base.errors import ConfigError
 from nbaccel.config import RunConfig
-from nbaccel.config.given_values import closest
 from nbaccel.config.text_forms import read_object, read_yaml, unreadable
 from nbaccel.memory.settings_form import settings_forms
 from nbaccel.notebook.magic_line import changed_flags
@@ -20,6 +20,7 @@ from nbaccel.plan import Inventory
 
 _SHARED_NAMES = frozenset({"gradient_accumulation_steps", "activation_checkpointing"})
 """Settings of a run whose names strategies' own configurations have, too."""
+_NEAR_ENOUGH = 0.8  # `mixed_precison` is 0.97 like `mixed_precision`
 
 
 def faces_of(config: RunConfig, documents: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -65,7 +66,11 @@ def _is_run(settings: Mapping[str, Any]) -> bool:
     names = set(RunConfig.model_fields)
     foreign = [str(key) for key in settings if key not in names]
     own = set(settings) & names - _SHARED_NAMES
-    misspelt = [key for key in foreign if closest(key, names)]
+    misspelt = [
+        key
+        for key in foreign
+        if difflib.get_close_matches(key.lower(), names, n=1, cutoff=_NEAR_ENOUGH)
+    ]
     return not foreign or len(own) + len(misspelt) > len(foreign) - len(misspelt)
 
 
