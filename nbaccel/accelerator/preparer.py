@@ -135,9 +135,6 @@ class Preparer(RunDescription):
             rng_types=self.rng_types,
             slice_fn=slice_fn_for_dispatch,
         )
-        place_batch = self._run.strategy.place_batch
-        if place_batch is not None and to_device:
-            prepared_loader.settings = replace(prepared_loader.settings, place_batch=place_batch)
         _mark(prepared_loader)
         self._dataloaders.append(prepared_loader)
         return prepared_loader

@@ -278,18 +278,6 @@ _STRATEGIES: tuple[StrategyRow, ...] = (
         distributed_type="XLA",
     ),
     StrategyRow(
-        name="spmd",
-        meaning="one process drives all chips: batches and weights are cut up by XLA",
-        needs="torch_xla; a single process",
-        path="nbaccel.strategies.single:SpmdStrategy",
-        headline="SPMD",
-        processes="one",
-        drives_all=True,
-        devices=("tpu",),
-        precisions=("no", "bf16"),
-        distributed_type="XLA",
-    ),
-    StrategyRow(
         name="fsdp",
         meaning="every process holds a shard of weights, gradients and optimizer (`fully_shard`)",
         needs="a FullyShardedDataParallelPlugin",

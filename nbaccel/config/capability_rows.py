@@ -112,7 +112,6 @@ class StrategyRow(Row):
     devices: tuple[str, ...] = ()  # What it can compute on
     precisions: tuple[str, ...] = ()  # The precisions it can train in
     processes: str = ""  # ``one``, or ``several`` where it needs others; empty where it does both
-    drives_all: bool = False  # Whether its one process drives all devices of the machine
     is_default: bool = False  # Whether it is taken for so many processes where none was asked for
     default_reason: str = ""  # Why it is taken then, with ``{world_size}``
     needs_group: bool = False  # Whether it does nothing where no process group can be made

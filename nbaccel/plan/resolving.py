@@ -228,8 +228,6 @@ def _choose_num_processes(
             reason = f"{count_noun(len(hosts), 'host')}, whose devices are counted at the start"
     elif config.start_method == "inline" or device.start_methods == ("inline",):
         reason = 'start_method="inline" is this one process'
-    elif config.strategy != "auto" and rows.strategy_row(config.strategy).drives_all:
-        reason = f'strategy="{config.strategy}" drives all devices from one process'
     elif units := registry.device(device.name).units(found):
         count, reason = len(units), f"one per {device.noun}, {len(units)} found"
     else:

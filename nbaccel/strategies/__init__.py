@@ -1,1 +1,1 @@
-"""Training over processes: DDP, FSDP, SPMD."""
+"""Training over processes: DDP, FSDP."""

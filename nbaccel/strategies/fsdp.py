@@ -110,8 +110,7 @@ class FsdpStrategy(OwnPartCheckpoints, Strategy):
         if place.device.type == "xla":
             raise ConfigError(
                 f"{settings!r} was given on {place.device}: torch_xla has no process group that "
-                'shards tensors. Launch with RunConfig(device="tpu", strategy="spmd"), by which '
-                "XLA shards weights, or use torch_tpu."
+                "shards tensors, and training would fail in its first step. Use torch_tpu."
             )
         return cls(place, settings, precision)
 

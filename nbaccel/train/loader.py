@@ -16,7 +16,7 @@ dropping the iterator, closes the generator, and nothing stays behind.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -193,8 +193,6 @@ class LoaderSettings:
     split_batches: bool = False  # whether batches of the base are split over the processes
     skip_batches: int = 0  # batches that are left out at the beginning of an epoch
     stateful: bool = False  # whether the base can tell its state (torchdata's)
-    # Lays out a tensor that has been put on the device; None leaves it as it is.
-    place_batch: Callable[[torch.Tensor], None] | None = None
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -420,11 +418,7 @@ class PreparedLoader(DataLoader[Any]):
     def _moved(self, batch: Any) -> Any:
         settings = self.settings
         # Where operations are queued, the device still computes the step before.
-        moved = send_to_device(batch, settings.device or "cpu", non_blocking=settings.non_blocking)
-        if settings.place_batch is not None:
-            for tensor in leaves(moved):
-                settings.place_batch(tensor)
-        return moved
+        return send_to_device(batch, settings.device or "cpu", non_blocking=settings.non_blocking)
 
     def _begin_epoch(self) -> tuple[Iterator[Any], Any]:
         """Make the epoch's iterator and read its first batch. See [Note: the same order again]."""

@@ -128,7 +128,6 @@ AGENT = ("needs torchrun's agent", "nbaccel launch --nnodes 2 --rdzv-backend c10
             ("num_processes=3 is not supported on 8 TPU chips", "num_processes=1, 4 or 8"),
         ),
         (TPU, {"mixed_precision": "fp16"}, ("TPUs compute in bfloat16",)),
-        (TPU, {"strategy": "spmd", "tpu_driver": "torch_tpu"}, ("one process drives all chips",)),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason_and_what_to_do(machine, settings, said):
@@ -255,16 +254,12 @@ def test_threads_share_the_cores(workers, asked, threads, warned):
         assert "4 cores" in plan.warnings[0]
 
 
-def test_tpus_are_taken_with_a_process_per_chip_or_by_spmd():
+def test_tpus_are_taken_with_a_process_per_chip():
     plan = plan_of(TPU)
     assert (plan.device, plan.num_processes, plan.start_method) == ("tpu", 8, "template")
     assert "torch_tpu 0.2.0" in plan.explain()
     # A single worker is a process of its own, too.
     assert plan_of(TPU, num_processes=1).start_method == "template"
-    driver = dataclasses.replace(TPU.tpu, torch_tpu="", torch_xla="2.9.0")
-    machine = dataclasses.replace(TPU, tpu=driver, torch_version="2.9.0")
-    plan = plan_of(machine, strategy="spmd")
-    assert (plan.num_processes, plan.strategy) == (1, "spmd")
 
 
 @pytest.mark.parametrize(

@@ -328,21 +328,3 @@ def try_collectives_of_torch(imported_by_notebook: Any) -> dict[str, str]:
         else:
             answers[name] = f"returned, with {own.tolist()}"
     return answers
-
-
-def train_sharded(model: TiedNet) -> tuple[list[float], dict[str, str], list[int]]:
-    """Two epochs on all devices of one process; losses, sharding of weights and of their states."""
-    import torch_xla
-
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATED)
-    loader: Any = DataLoader(TensorDataset(*make_data(TRAINED_ROWS)), batch_size=RANKS * BATCH)
-    net, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
-    losses = [loss for _ in range(2) for loss in train_epoch(accelerator, net, optimizer, loader)]
-    # Shards are looked up in buffers that a step under way has not filled yet.
-    torch_xla.core.xla_model.wait_device_ops()
-    specs = {
-        name: torch_xla._XLAC._get_xla_sharding_spec(parameter)
-        for name, parameter in net.named_parameters()
-    }
-    shards = torch_xla._XLAC._get_local_shards([model.body.weight])
-    return losses, specs, [len(shard) for shard, _ in shards[0]]

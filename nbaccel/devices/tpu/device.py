@@ -114,8 +114,7 @@ class TpuDevice(Device):
             return host.notes
         return (
             *host.notes,
-            f"a {host.generation} chip has two cores, and each worker uses one of them. "
-            'strategy="spmd" uses all, from one process',
+            f"a {host.generation} chip has two cores, and each worker uses one of them",
         )
 
     def plan_choices(
@@ -160,8 +159,6 @@ class TpuDevice(Device):
             DRIVER_VARIABLE: driver.name,
             _AUTOLOAD_VARIABLE: "0",  # the template has loaded the driver; a child needs none
         }
-        if _drives_all(plan.config):
-            return ({**shared, **driver.all_chips_variables()},)
         ports = _free_ports(plan.num_processes)
         per_worker = driver.launch_variables(host, plan.num_processes, ports)
         return tuple({**shared, **variables} for variables in per_worker)
@@ -297,32 +294,22 @@ def _usable_driver(*, or_dry_run: bool = False) -> TpuDriver | None:
 def _choose(inventory: Inventory, config: RunConfig | None = None) -> DriverChoice:
     host = inventory.tpu or TpuHost(chips=inventory.tpu_chips)
     asked: str = "auto" if config is None else config.tpu_driver
-    # torch_xla alone has a dry run, and a mode in which one process drives all chips.
-    needs_xla = _is_dry_run(host) or (config is not None and _drives_all(config))
-    if needs_xla and asked == "auto":
-        asked = TorchXlaDriver.name
+    if _is_dry_run(host) and asked == "auto":
+        asked = TorchXlaDriver.name  # the other one has none
     return drivers.choose_driver(asked, host, inventory.torch_version)
-
-
-def _drives_all(config: RunConfig) -> bool:
-    return config.strategy != "auto" and strategy_row(config.strategy).drives_all
 
 
 def _strategy_problem(choice: DriverChoice, config: RunConfig) -> str:
     """Why a driver cannot do what a strategy needs; empty where it can, or none was asked for."""
-    if config.strategy == "auto":
-        return ""
-    row = strategy_row(config.strategy)
-    if row.drives_all and choice.name != TorchXlaDriver.name:
-        return (
-            f'tpu_driver="{choice.name}" has no mode in which one process drives all chips, as '
-            f'strategy="{config.strategy}" does. Leave that out, or give tpu_driver="torch_xla".'
-        )
-    if row.needs_group and choice.name == TorchXlaDriver.name:
+    is_asked = config.strategy != "auto"
+    if (
+        is_asked
+        and strategy_row(config.strategy).needs_group
+        and choice.name == TorchXlaDriver.name
+    ):
         return (
             f'strategy="{config.strategy}" needs a process group whose backend shards tensors, and '
-            "torch_xla has none for it: training would fail in its first step. Give "
-            'strategy="spmd", which shards weights by XLA, or use torch_tpu.'
+            "torch_xla has none for it: training would fail in its first step. Use torch_tpu."
         )
     return ""
 

@@ -65,10 +65,6 @@ class TpuDriver(DeviceRuntime):
     ) -> tuple[Mapping[str, str], ...]:
         """Variables of the workers of one launch, by local rank."""
 
-    def all_chips_variables(self) -> Mapping[str, str]:
-        """Variables of a single worker that drives all chips, where the driver can do that."""
-        return {}
-
     def process_group_backend(self) -> str:
         """What ``torch.distributed.init_process_group`` is told in a worker."""
         return "gloo"

@@ -96,10 +96,6 @@ class TorchXlaDriver(TpuDriver):
             for local_rank in range(num_workers)
         )
 
-    def all_chips_variables(self) -> Mapping[str, str]:
-        runtime = "TPU" if self._computes_on_chips() else "CPU"
-        return {RUNTIME_VARIABLE: runtime, "XLA_USE_SPMD": "1"}
-
     def average_gradients(self, gradients: Sequence[torch.Tensor], world_size: int) -> bool:
         if not self._computes_on_chips():
             return False

@@ -206,8 +206,6 @@ class Strategy:
     owns_precision: ClassVar[bool] = False  # whether its engine casts models and scales the loss
     shards_parameters: ClassVar[bool] = False  # whether torch's FSDP cuts weights up
     choices: tuple[Choice, ...] = ()  # what was decided while preparing, each with its reason
-    # Lays out a tensor of a batch, of shape ``[rows, ...]``, on the device; None leaves it.
-    place_batch: Callable[[torch.Tensor], None] | None = None
     # Is given the models where they were built; may be a collective. None: `wrap` is early enough.
     before_placement: Callable[[Iterable[nn.Module]], None] | None = None
 
