@@ -369,7 +369,7 @@ def _measured(
         resized(batch, num_rows) if isinstance(num_rows, int) else batch,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-    ).peak
+    )
 
 
 def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:

@@ -148,7 +148,7 @@ class MemoryModel:
                 resized(self.sample_batch, samples),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
         return self._activations[key]
 
 
