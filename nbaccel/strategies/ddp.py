@@ -68,12 +68,13 @@ class DdpStrategy(Strategy):
             )
         if mistakes:
             raise ConfigError(*mistakes)
-        if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
+        # pytorch/pytorch#75157 made orthogonalization batched, and left this hook as it was.
+        if kind is _Kind.BATCHED_POWER_SGD:
             warnings.warn(
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
                 f"first compressed step, number {state_option.get('start_powerSGD_iter', 1000)}: "
-                f"torch {torch.__version__} passes two-dimensional matrices to a function that "
-                "takes only batches of them. Give 'power_sgd', which compresses better.",
+                "torch (seen up to 2.13) passes two-dimensional matrices to a function that takes "
+                "only batches of them. Give 'power_sgd', which compresses better.",
                 stacklevel=2,
             )
         self._settings = settings
