@@ -192,11 +192,9 @@ class MemoryEstimate:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self._repr_html_()}
-
-    def _repr_html_(self) -> str:
-        notes = (self._verdict(), *self.notes)
-        return f"{paragraphs([self._head()])}{table_html(self.rows())}{paragraphs(notes)}"
+        notes = paragraphs((self._verdict(), *self.notes))
+        html = f"{paragraphs([self._head()])}{table_html(self.rows())}{notes}"
+        return {"text/plain": str(self), "text/html": html}
 
     def _head(self) -> str:
         processes = count_noun(self.num_processes, "process")
