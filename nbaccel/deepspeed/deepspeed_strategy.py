@@ -21,6 +21,7 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.torch_private import plain_data
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at
@@ -494,14 +495,11 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
 def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
     """Write weights and the optimizer's state; a collective."""
     # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
-    writes_before = engine.save_non_zero_checkpoint
-    engine.save_non_zero_checkpoint = writes_before or writes_shared
-    try:
+    writes = engine.save_non_zero_checkpoint or writes_shared
+    with attribute(engine, "save_non_zero_checkpoint", writes):
         engine.save_checkpoint(
             str(folder.parent), tag=folder.name, exclude_frozen_parameters=bool(left_out)
         )
-    finally:
-        engine.save_non_zero_checkpoint = writes_before
     if writes_shared:
         (folder.parent / "latest").write_text(folder.name, encoding="utf-8")
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
 from nbaccel.plan.contracts.training import Bundle, Place, Precision, Strategy, TrainingRequest
 from nbaccel.precision.fp8.gradient_exchange import fp8_compress_hook
@@ -179,11 +180,7 @@ class DdpStrategy(Strategy):
 
 @contextmanager
 def _reducing(model: DistributedDataParallel) -> Iterator[None]:
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = True
-    # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
-    model.reducer.prepare_for_backward([])
-    try:
+    with attribute(model, "require_backward_grad_sync", True):
+        # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync = before
