@@ -123,7 +123,7 @@ def load_checkpoint_in_model(
         checkpoint,
         needs_mapping=False,
         device_map=device_map,
-        dtype=as_dtype(dtype),
+        dtype=None if dtype is None else as_dtype(dtype),
         fp32_modules=keep_in_fp32_modules or (),
         offload_buffers=offload_buffers,
         strict=strict,
