@@ -23,6 +23,7 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
+from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -297,7 +298,8 @@ def estimate_memory(
         gradient_checkpointing: Whether it will be turned on; a model in which it is on already,
             or that calls ``torch.utils.checkpoint`` itself, is measured as it is.
         activation_bytes: What is needed for activations on a device, where that is known.
-        run: How it will be run; decides what is ``"auto"``.
+        run: How it will be run; decides what is ``"auto"``. Without a configuration, MS-AMP's
+            levels are counted where it asks for them (``mixed_precision="fp8"``).
         inventory: What the machine has; None looks at this one.
 
     Returns:
@@ -311,16 +313,24 @@ def estimate_memory(
     shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
+    formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
+        precision = settings.precision if formats is None else "bf16"
         activation_bytes = _measured(
-            model_or_shape,
-            sample_batch,
-            given.get(BATCH_KEY),
-            settings.precision,
-            gradient_checkpointing,
+            model_or_shape, sample_batch, given.get(BATCH_KEY), precision, gradient_checkpointing
         )
     machine = inventory or inspect_machine()
+    if formats is not None:
+        return estimate.torch_estimate(
+            shape,
+            strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
+            states=_short_states(model_or_shape, world_size, formats),
+            num_processes=num_processes,
+            num_nodes=num_nodes,
+            activation_bytes=activation_bytes,
+            inventory=machine,
+        )
     # Processes take the first GPUs, one each.
     gpus = machine.gpus[:num_processes]
     of_stage = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[settings.stage]
@@ -360,6 +370,16 @@ def _measured(
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
     )
+
+
+def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
+    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
+    if not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
+            f"layers: got {model!r}. Give the module (it may be on meta)."
+        )
+    return model_states(model, world_size=world_size, formats=formats)
 
 
 def _check_arguments(

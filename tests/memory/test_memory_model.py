@@ -10,11 +10,14 @@ from torch import nn
 
 from nbaccel import Accelerator, FullyShardedDataParallelPlugin, debug_launcher, notebook_launcher
 from nbaccel.config import RunConfig
+from nbaccel.errors import ConfigError
 from nbaccel.memory.estimate import measure
 from nbaccel.memory.memory_model import fsdp_estimate, model_states, short_formats, wrapped_sizes
 from nbaccel.plan import Inventory
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.utils import FP8RecipeKwargs
+from tests import needs
+from tests.notebook.machines import WITHOUT_GPU
 
 
 class Net(nn.Module):
@@ -120,6 +123,18 @@ def test_many_accumulated_gradients_are_kept_in_16_bits():
     )
     assert many.gradients - few.gradients == 8 * 128 * 128
     assert many.gradients == pytest.approx(held_bytes(Net(), fp8, steps=9)[1], rel=0.02)
+
+
+@needs.DEEPSPEED_ROW
+def test_estimate_memory_reads_the_level_of_a_run():
+    from nbaccel import estimate_memory
+
+    run = run_config({**MSAMP, "opt_level": "O2"})
+    found = estimate_memory(Net(), run=run, num_processes=2, inventory=WITHOUT_GPU)
+    assert "MS-AMP's O2" in str(found)
+    assert found.device == model_states(Net(), world_size=2, formats=short_formats(run))
+    with pytest.raises(ConfigError, match=r"linear layers.*\(100, 10\).*Give the module"):
+        estimate_memory((100, 10), run=run, inventory=WITHOUT_GPU)
 
 
 MACHINE = Inventory(cpu_cores=2, host_total_bytes=2**34, host_available_bytes=2**33)
