@@ -328,16 +328,6 @@ class DeepSpeedStrategy(training.Strategy):
         else:
             model.load_state_dict(state, **options)
 
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model."""
-        raise _shards_only(type(optimizer).__name__)
-
-    def load_optimizer_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Refused, for the same reason."""
-        raise _shards_only(type(optimizer).__name__)
-
     @property
     def keeps_own_disks(self) -> bool:
         return any(drive.engine.use_node_local_storage() for drive in self._drives.values())
@@ -394,13 +384,6 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     for engine_drive in engine_drives.values():
         engine_drive.end(is_alone=True)
     lease.give_up()
-
-
-def _shards_only(checkpoint_kind: str) -> ConfigError:
-    return ConfigError(
-        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
-        "shards. Use accelerator.save_state and load_state with as many processes."
-    )
 
 
 def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:

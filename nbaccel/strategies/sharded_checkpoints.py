@@ -294,9 +294,9 @@ class OwnPartCheckpoints:
         folder, ranks_by_folder = shards.folder, shards.ranks_by_folder
         if shards.optimizer is not None:
             optimizer_state = shards.optimizer.state_dict()
-            param_groups = dict(enumerate(optimizer_state["param_groups"]))
-            saved_content |= _flatten_entries(_GROUPS_PREFIX, param_groups)
-            saved_content |= _flatten_entries(_STATE_PREFIX, optimizer_state["state"])
+            groups = dict(enumerate(optimizer_state["param_groups"]))
+            # Each entry has a name of its own in the files, such as ``optimizer.state.0.exp_avg``.
+            saved_content["optimizer"] = {"param_groups": groups, "state": optimizer_state["state"]}
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return
@@ -431,14 +431,6 @@ def _check_has_optimizer(folder: Path, metadata: Mapping[str, Any]) -> None:
             f"{folder} has no optimizer in it: it holds {len(metadata)} entries of a model. "
             "Training would continue with a new optimizer. Load it without one."
         )
-
-
-def _flatten_entries(prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{prefix}{number}.{name}": value
-        for number, entry in entries.items()
-        for name, value in entry.items()
-    }
 
 
 def _nest_entries(prefix: str, content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
