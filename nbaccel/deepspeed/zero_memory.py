@@ -309,11 +309,13 @@ def estimate_memory(
         ConfigError: The model's size or a setting cannot be read, or activations not be measured.
     """
     estimate.refuse_unsized(model_or_shape)
-    _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
+    formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
+    _check_arguments(
+        model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes, formats
+    )
     shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
-    formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
@@ -325,7 +327,7 @@ def estimate_memory(
         return estimate.torch_estimate(
             shape,
             strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
-            states=_short_states(model_or_shape, world_size, formats),
+            states=model_states(model_or_shape, world_size=world_size, formats=formats),
             num_processes=num_processes,
             num_nodes=num_nodes,
             activation_bytes=activation_bytes,
@@ -346,7 +348,6 @@ def estimate_memory(
         nvme=nvme * num_processes,
         shape=shape,
         strategy=", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved]),
-        settings=settings,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=min((gpu.free_bytes for gpu in gpus), default=None),
@@ -372,18 +373,13 @@ def _measured(
     )
 
 
-def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
-    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
-    if not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
-            f"layers: got {model!r}. Give the module (it may be on meta)."
-        )
-    return model_states(model, world_size=world_size, formats=formats)
-
-
 def _check_arguments(
-    model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
+    model: Any,
+    num_processes: int,
+    num_nodes: int,
+    sample_batch: Any,
+    activation_bytes: int,
+    formats: ShortFormats | None,
 ) -> None:
     has_batch = sample_batch is not None
     is_module = callable(getattr(model, "modules", None))
@@ -395,6 +391,8 @@ def _check_arguments(
         "or activation_bytes.": has_batch and not is_module,
         f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
         "silently override the other. Give one of them.": has_batch and activation_bytes,
+        "The memory of MS-AMP's levels depends on which weights belong to linear layers: got "
+        f"{model!r}. Give the module (it may be on meta).": formats is not None and not is_module,
     }
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
 

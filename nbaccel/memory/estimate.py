@@ -140,7 +140,6 @@ class MemoryEstimate:
     nvme: Bytes  # on each host's disk
     shape: Shape  # the model
     strategy: str  # how it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``
-    settings: Any  # the counted part of the strategy's configuration; None where it has none
     num_processes: int  # processes on each host
     num_nodes: int  # hosts
     device_free: int | None  # free memory of the fullest GPU used; None where there is none
@@ -235,7 +234,6 @@ def torch_estimate(
         nvme=Bytes(),
         shape=shape,
         strategy=strategy,
-        settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=free_bytes,
