@@ -214,7 +214,8 @@ def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> int:
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     # Layers keep their weights, too, which are counted with the model states.
-    with LiveBytes((*twin.parameters(), *twin.buffers())) as live:
+    live = LiveBytes((*twin.parameters(), *twin.buffers()))
+    with live:
         live.adopt(_tensors(batch))  # it is on the device, too
         loss_of(call(twin, batch)).backward()  # type: ignore[no-untyped-call]
     return live.peak

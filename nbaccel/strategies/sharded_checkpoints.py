@@ -294,9 +294,10 @@ class OwnPartCheckpoints:
         folder, ranks_by_folder = shards.folder, shards.ranks_by_folder
         if shards.optimizer is not None:
             optimizer_state = shards.optimizer.state_dict()
-            groups = dict(enumerate(optimizer_state["param_groups"]))
+            numbered = dict(enumerate(optimizer_state["param_groups"]))
             # Each entry has a name of its own in the files, such as ``optimizer.state.0.exp_avg``.
-            saved_content["optimizer"] = {"param_groups": groups, "state": optimizer_state["state"]}
+            state = optimizer_state["state"]
+            saved_content["optimizer"] = {"param_groups": numbered, "state": state}
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return
