@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 
 __all__ = ["load_custom_state", "save_custom_state"]
@@ -21,7 +22,7 @@ def save_custom_state(
 
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        files.save(obj.state_dict(), _custom_state_file(path, index))
+        checkpoint.save(obj.state_dict(), _custom_state_file(path, index))
 
 
 def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:

@@ -20,7 +20,7 @@ from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.plan.contracts.training import Place
-from nbaccel.train.checkpoint import files, saving
+from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint.folder_writing import discard_checkpoint, send_to_writers
 from nbaccel.train.checkpoint.loading import LoadHook, load_state
 from nbaccel.train.checkpoint.saving import CheckpointParts, SaveHook, save_state, uncompiled_name
@@ -153,7 +153,7 @@ class TrainingCheckpoints(Preparer):
         Raises:
             ConfigError: Some lack these; it lists them all.
         """
-        saving.check_checkpointable(objects)
+        checkpoint.check_checkpointable(objects)
         self._custom_objects += objects
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -211,7 +211,7 @@ class TrainingCheckpoints(Preparer):
             writers = [rank for rank, writes in enumerate(writes_by_rank) if writes]
             state = dict(send_to_writers(state, writers, self._run.collectives, what=text))
         if self._writes_here:
-            files.save_model(state, save_directory, max_shard_size, safe_serialization)
+            checkpoint.save_model(state, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()  # so that any process may read the files
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -223,7 +223,7 @@ class TrainingCheckpoints(Preparer):
             safe_serialization: safetensors, for a dict of tensors.
         """
         if self._writes_here:
-            files.save(obj, f, safe_serialization)
+            checkpoint.save(obj, f, safe_serialization)
 
     @property
     def _writes_here(self) -> bool:

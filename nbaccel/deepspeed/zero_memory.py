@@ -23,7 +23,7 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
-from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
+from nbaccel.memory.memory_model import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -309,13 +309,11 @@ def estimate_memory(
         ConfigError: The model's size or a setting cannot be read, or activations not be measured.
     """
     estimate.refuse_unsized(model_or_shape)
-    formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
-    _check_arguments(
-        model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes, formats
-    )
+    _check_arguments(model_or_shape, num_processes, num_nodes, sample_batch, activation_bytes)
     shape = estimate.shape_of(model_or_shape)
     world_size = num_processes * num_nodes
     given = {} if config is None else todays_settings(config)[0]
+    formats = short_formats(run) if config is None else None  # of MS-AMP, without DeepSpeed
     settings = _counted(given, model_or_shape, world_size=world_size, run=run)
     if sample_batch is not None:
         precision = settings.precision if formats is None else "bf16"
@@ -374,12 +372,7 @@ def _measured(
 
 
 def _check_arguments(
-    model: Any,
-    num_processes: int,
-    num_nodes: int,
-    sample_batch: Any,
-    activation_bytes: int,
-    formats: ShortFormats | None,
+    model: Any, num_processes: int, num_nodes: int, sample_batch: Any, activation_bytes: int
 ) -> None:
     has_batch = sample_batch is not None
     is_module = callable(getattr(model, "modules", None))
@@ -391,8 +384,6 @@ def _check_arguments(
         "or activation_bytes.": has_batch and not is_module,
         f"activation_bytes={activation_bytes} and sample_batch were both given, and one would "
         "silently override the other. Give one of them.": has_batch and activation_bytes,
-        "The memory of MS-AMP's levels depends on which weights belong to linear layers: got "
-        f"{model!r}. Give the module (it may be on meta).": formats is not None and not is_module,
     }
     refuse_mistakes(text for text, is_there in problems.items() if is_there)
 

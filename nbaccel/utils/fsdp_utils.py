@@ -19,7 +19,7 @@ from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.public_names import name_own
 from nbaccel.bigmodel.checkpoint_files import SAFE_FILE
 from nbaccel.state import PartialState
-from nbaccel.train.checkpoint import files
+from nbaccel.train import checkpoint
 
 _PREFIX = "model."
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -86,7 +86,9 @@ def merge_fsdp_weights(
             }
             read_into(weights)
             whole = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
-            files.save_model(whole, output_path, max_shard_size="1000TB", safe_serialization=False)
+            checkpoint.save_model(
+                whole, output_path, max_shard_size="1000TB", safe_serialization=False
+            )
         if remove_checkpoint_dir:
             shutil.rmtree(folder)
     state.wait_for_everyone()

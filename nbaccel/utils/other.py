@@ -26,6 +26,7 @@ from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.precision.native import restore_forward
 from nbaccel.state import PartialState
 from nbaccel.strategies.model_blocks import compile_regions as compile_regions
+from nbaccel.train import checkpoint
 from nbaccel.train.checkpoint import files
 from nbaccel.utils.modeling import id_tensor_storage
 from nbaccel.utils.operations import wait_for_everyone as wait_for_everyone
@@ -141,7 +142,7 @@ def save(
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         if safe_serialization and isinstance(obj, Mapping) and (names := _sharing_names(obj)):
             _log.warning("stored once, because they share memory with others: %s", names)
-        files.save(obj, f, safe_serialization)
+        checkpoint.save(obj, f, safe_serialization)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

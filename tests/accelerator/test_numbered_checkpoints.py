@@ -10,7 +10,7 @@ from nbaccel import debug_launcher
 from nbaccel.accelerator.training_checkpoints import Checkpoints
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import ConfigError
-from nbaccel.train.checkpoint.saving import check_checkpointable
+from nbaccel.train.checkpoint import check_checkpointable
 from tests.train.checkpoint.training import Training, arrived
 
 

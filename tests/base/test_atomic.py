@@ -14,7 +14,7 @@ import torch
 
 import nbaccel
 from nbaccel.base import atomic
-from nbaccel.train.checkpoint.files import save, save_model
+from nbaccel.train.checkpoint import save, save_model
 from tests import needs
 from tests.isolation import isolated
 from tests.process import forked

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbaccel.train.checkpoint import files
-from nbaccel.train.checkpoint.files import save_model
-from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.saving import save_state
+from nbaccel.train.checkpoint import files, load_state, save_model, save_state
 from tests.isolation import isolated
 from tests.train.checkpoint.training import ALONE, Training
 

@@ -61,7 +61,7 @@ def load_state(
     hooks: Iterable[LoadHook] = (),
     **options: Any,
 ) -> int | None:
-    """Put back what :func:`~nbaccel.train.checkpoint.saving.save_state` wrote; a collective.
+    """Put back what :func:`~nbaccel.train.checkpoint.save_state` wrote; a collective.
 
     Nothing in the files is run: states hold plain data, and those of registered objects also
     instances of classes that the object's own state has at the time. ``weights_only=False`` in

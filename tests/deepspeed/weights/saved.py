@@ -21,7 +21,7 @@ from nbaccel.config import RunConfig
 from nbaccel.deepspeed.converting import fp32_state_dict, save_16bit_weights
 from nbaccel.deepspeed.environment import deepspeed_environment
 from nbaccel.deepspeed.local_shards import placeholders
-from nbaccel.train.checkpoint.files import save_model
+from nbaccel.train.checkpoint import save_model
 from tests.deepspeed.programs import refusal
 
 CASES = {

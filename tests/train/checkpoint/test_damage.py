@@ -14,10 +14,8 @@ from torch import nn
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import files
+from nbaccel.train.checkpoint import files, load_state, save_state
 from nbaccel.train.checkpoint.files import save
-from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.saving import save_state
 from tests.damage import DAMAGES, damaged_copy, flip_a_bit
 from tests.train.checkpoint.training import ALONE, Training, arrived
 

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load, load_file
 
 from nbaccel.errors import CheckpointFailed, ConfigError
-from nbaccel.train.checkpoint.files import read_torch_file, save, save_model
+from nbaccel.train.checkpoint import save, save_model
+from nbaccel.train.checkpoint.files import read_torch_file
 from tests.isolation import isolated
 from tests.train.checkpoint.training import Tied
 

@@ -11,9 +11,8 @@ import pytest
 
 from nbaccel import debug_launcher
 from nbaccel.errors import CheckpointFailed, ConfigError
+from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.checkpoint.folder_writing import find_checkpoint, new_checkpoint
-from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.saving import save_state
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 from tests.train.checkpoint.training import ALONE, Training, arrived

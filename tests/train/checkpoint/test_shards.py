@@ -25,8 +25,7 @@ from nbaccel.errors import CheckpointDamaged, ConfigError, NbaccelError
 from nbaccel.precision.native import Fp32
 from nbaccel.strategies.fsdp import FsdpStrategy
 from nbaccel.strategies.sharded_checkpoints import read_entries, read_metadata
-from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.saving import save_state
+from nbaccel.train.checkpoint import load_state, save_state
 from nbaccel.train.distributed import init_process
 from nbaccel.utils import merge_fsdp_weights
 from tests import damage

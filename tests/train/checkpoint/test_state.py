@@ -15,9 +15,7 @@ from nbaccel.accelerator.training_checkpoints import Checkpoints, add_hook
 from nbaccel.config.handlers import ProjectConfiguration
 from nbaccel.errors import CheckpointDamaged, ConfigError
 from nbaccel.train import rng
-from nbaccel.train.checkpoint import files
-from nbaccel.train.checkpoint.loading import load_state
-from nbaccel.train.checkpoint.saving import save_state
+from nbaccel.train.checkpoint import files, load_state, save_state
 from tests.train.checkpoint.training import ALONE, Training, arrived
 
 

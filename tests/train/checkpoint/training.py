@@ -11,7 +11,7 @@ from torch import nn
 
 from nbaccel.abc.place import Place
 from nbaccel.strategies.single import SingleStrategy
-from nbaccel.train.checkpoint.saving import CheckpointParts
+from nbaccel.train.checkpoint import CheckpointParts
 from nbaccel.train.collectives import Collectives
 from nbaccel.train.distributed import init_process
 
