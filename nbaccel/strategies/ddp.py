@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -80,8 +79,6 @@ class DdpStrategy(Strategy):
             )
         self._settings = settings
         self._precision = precision
-        # Of models that no DDP is around, because their precision averages all gradients.
-        self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     @classmethod
     def build(
@@ -98,24 +95,11 @@ class DdpStrategy(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; the forward belongs into the context, too."""
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return self._syncing(model, False) if model in self._synced else nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.sync_in_backward`; for one backward."""
-        if isinstance(model, DistributedDataParallel):
-            return _reducing(model)
-        return self._syncing(model, True) if model in self._synced else nullcontext()
-
-    @contextmanager
-    def _syncing(self, model: nn.Module, is_synced: bool) -> Iterator[None]:
-        synced_before = self._synced[model]
-        self._synced[model] = is_synced
-        try:
-            yield
-        finally:
-            self._synced[model] = synced_before
+        return _reducing(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
@@ -127,9 +111,9 @@ class DdpStrategy(Strategy):
         names = self._precision.own_gradients(model)
         # DDP raises for a model that has nothing for it to average.
         if not any(p.requires_grad and name not in names for name, p in model.named_parameters()):
-            if names and model not in self._synced:
-                self._synced[model] = True
-                self._precision.average_gradients(model, lambda: self._synced[model])
+            if names:
+                # In every pass: what was averaged before is equal everywhere, and stays as it is.
+                self._precision.average_gradients(model, lambda: True)
             return model
         if names:
             torch_private.exclude_from_ddp(model, names)
