@@ -339,9 +339,6 @@ class Plugins:
 
     def __init__(self, given: Any) -> None:
         plugins = given if isinstance(given, Mapping) else {"default": given}
-        if isinstance(given, (list, tuple)):
-            # Plugins of a sequence are named by their positions, as texts.
-            plugins = {str(number): plugin for number, plugin in enumerate(given)}
         wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
         if wrong_items or not plugins:
             raise ConfigError(
