@@ -257,7 +257,7 @@ def load_checkpoint_and_dispatch(
         model,
         checkpoint,
         device_map=tiers,
-        dtype=as_dtype(dtype),
+        dtype=None if dtype is None else as_dtype(dtype),
         offload_buffers=offload_buffers,
         strict=strict,
     )

@@ -23,6 +23,7 @@ from nbaccel.accelerator.prepared_run import Request, TrainingRun, dynamo_settin
 from nbaccel.accelerator.training_checkpoints import TrainingCheckpoints
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config import Configured, RunConfig, handlers
 from nbaccel.config.call_arguments import explained
 from nbaccel.data_loader import skip_first_batches
@@ -338,8 +339,7 @@ class Accelerator(TrainingCheckpoints):
                 f"{self._run.initial_plan.strategy!r}: its forward passes need every process, so "
                 "the process with most batches would wait for ever. Keep even_batches=True."
             )
-        previous_settings = [(loader, loader.even_batches) for loader in self._dataloaders]
-        try:
+        with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 if any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
                     warnings.warn(
@@ -348,14 +348,10 @@ class Accelerator(TrainingCheckpoints):
                         "batches as before. Give it a dataset with a length.",
                         stacklevel=3,
                     )
-                for loader, _ in previous_settings:
-                    loader.even_batches = even_batches
+                for loader in self._dataloaders:
+                    stack.enter_context(attribute(loader, "even_batches", even_batches))
             with context:
                 yield
-        finally:
-            # After an error, too: the loaders are used beyond this block.
-            for loader, was_even in previous_settings:
-                loader.even_batches = was_even
 
     def gather(self, tensor: Any) -> Any:
         """Join every process's tensors along their first dimension.
@@ -503,16 +499,13 @@ class Accelerator(TrainingCheckpoints):
             description: Text before the bar.
             epochs: How often this loop is run in all; so the panel tells what is left of all.
         """
-        before = self._progress
-        self._progress = Progress(loader, self._place, description, epochs)
+        shown = Progress(loader, self._place, description, epochs)
         resuming = self.gradient_state.resuming
-        try:
+        with attribute(self, "_progress", shown):
             if resuming is None or isinstance(loader, PreparedLoader):
-                yield from self._progress
+                yield from shown
             else:
-                yield from resuming.rounds(self._progress)
-        finally:  # loops with bars may be nested
-            self._progress = before
+                yield from resuming.rounds(shown)
 
     @contextlib.contextmanager
     def profile(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import pkgutil
 import sys
@@ -156,17 +155,6 @@ def measure_each_exchange(model: Any) -> None:
     """Let torch measure every backward pass of a DDP model, not one in a hundred."""
     with contextlib.suppress(AttributeError, TypeError):
         model._set_ddp_runtime_logging_sample_rate(1)
-
-
-def orthogonalizes_matrices() -> bool:
-    """Whether PowerSGD's orthogonalization takes a matrix that is not in a batch."""
-    # pytorch/pytorch#75157 made it batched, and left the hook `batched_powerSGD_hook` as it was.
-    module = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-    try:
-        importlib.import_module(module)._orthogonalize(torch.eye(2))
-    except (ImportError, AttributeError, AssertionError):  # unknown, or only of batches
-        return False
-    return True
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

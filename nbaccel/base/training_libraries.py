@@ -9,8 +9,8 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -155,6 +155,17 @@ def hooked(plain: Callable[..., Any], hook: Callable[..., Any]) -> Any:
         return hook(plain, *args, **kwargs)
 
     return call
+
+
+@contextmanager
+def attribute(holder: Any, name: str, value: object) -> Iterator[None]:
+    """A block in which an attribute has another value; blocks may be nested."""
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
 
 
 # A Trainer's accelerator was made for the notebook's single process; in a worker it gets another.

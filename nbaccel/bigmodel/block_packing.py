@@ -185,7 +185,6 @@ def pack_blocks(
     if first_packing.is_complete and not first_packing.bytes_below(tiers[0].level):
         return first_packing
     others: list[dict[str, Any]] = [{"counts_members": True}] if forest.ties else []
-    others += [{"stays_far_below": False}] if may_skip_ahead else []
     computing = [tier for tier in tiers if tier.level == tiers[0].level]
     if len(computing) > 1:
         others += [{"room_kept": room} for room in (0.0, first_packing.largest_kept_away)]
@@ -212,9 +211,6 @@ class _BlockPacker:
     _forest: BlockForest
     _tiers: Sequence[Tier]
     may_skip_ahead: bool  # as in `pack_blocks`
-    # Whether a block that is placed before its turn leaves room for the block whose turn it was, on
-    # any tier, as Accelerate's does.
-    stays_far_below: bool = True
     # Whether what comes along with a block needs no room when room is kept.
     counts_members: bool = False
     # Bytes kept free on the first tier; None: as many as the largest layer without a place.
@@ -338,16 +334,13 @@ class _BlockPacker:
         return bool(members)
 
     def _find_later(self, number: int, is_wanted: Callable[[list[int]], bool]) -> list[int]:
-        limit: float | None = None
-        if self.stays_far_below:
-            members = self._forest.together(number, self._waiting)
-            beside = max(self._largest_waiting([number]), self._forest.size_of(members))
-            limit = (self._tiers[self._current].budget or 0) - beside
+        # It leaves room for the block whose turn it was, on any tier, as Accelerate's does.
+        members = self._forest.together(number, self._waiting)
+        beside = max(self._largest_waiting([number]), self._forest.size_of(members))
+        limit = (self._tiers[self._current].budget or 0) - beside
         return find_block(
             self._forest,
             self._waiting,
-            lambda found, size: (
-                (limit is None or size <= limit) and self._fits(found, size) and is_wanted(found)
-            ),
+            lambda found, size: size <= limit and self._fits(found, size) and is_wanted(found),
             skipped=number,
         )

@@ -115,14 +115,10 @@ def _locate_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
             f"{source} holds {len(index_paths)} indexes ({index_names}): each describes other "
             "weights. Give the path of one of them."
         )
-    try:
-        names = sorted(path.name for path in source.iterdir())
-        found = f"has {first_few(names, 5) or 'no files'}"
-    except OSError as error:
-        found = f"cannot be listed ({error.strerror})"
+    names = sorted(path.name for path in source.iterdir())
     raise ConfigError(
         f"{source} holds no {SAFE_FILE}, no {TORCH_FILE} and no *{INDEX_SUFFIX}: there are no "
-        f"weights to load. It {found}. Give the file itself."
+        f"weights to load. It has {first_few(names, 5) or 'no files'}. Give the file itself."
     )
 
 

@@ -35,6 +35,7 @@ from nbaccel.bigmodel.module_sizes import (
     names_upwards,
     owner_in,
 )
+from nbaccel.bigmodel.tensor_placing import as_device
 from nbaccel.memory.estimate import table_lines
 from nbaccel.plan import registry
 from nbaccel.plan.inspecting import inspect_machine
@@ -562,13 +563,7 @@ def _device_key(device: Any) -> DeviceKey:
     """An accelerator's number; the name of what there is one of."""
     if isinstance(device, int) or device == DISK:
         return device  # type: ignore[no-any-return]  # both are keys
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"The device map has {device!r}, which is no device, so it cannot be shown where that "
-            "is. Give a number, 'cpu', 'disk' or a torch.device."
-        ) from error
+    torch_device = as_device(device)
     named = (*NAMED_TIERS, "meta")
     return torch_device.type if torch_device.type in named else torch_device.index or 0
 

@@ -6,6 +6,7 @@ take; nothing is measured, and nothing is moved.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from nbaccel.base.errors import ConfigError
 from nbaccel.base.log import get_logger
 from nbaccel.base.trees import names_by_tensor
+from nbaccel.bigmodel.tensor_placing import as_dtype
 from nbaccel.config.enumerations import CustomDtype
 
 _BYTES = {CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
@@ -149,19 +151,10 @@ def compute_module_sizes(
 
 
 def _read_format(number_format: WeightFormat) -> torch.dtype | CustomDtype:
-    if isinstance(number_format, (torch.dtype, CustomDtype)):
-        return number_format
-    name = str(number_format).removeprefix("torch.")
     # Before torch's names: its `int4` is a name without arithmetic that counts a whole byte.
-    if name in {custom_dtype.value for custom_dtype in CustomDtype}:
-        return CustomDtype(name)
-    torch_dtype = getattr(torch, name, None)
-    if isinstance(torch_dtype, torch.dtype):
-        return torch_dtype
-    raise ConfigError(
-        f"dtype={number_format!r} names no format of numbers, so sizes cannot be told. "
-        'Give one of torch, such as torch.bfloat16 or "bfloat16", or a CustomDtype.'
-    )
+    with contextlib.suppress(ValueError):
+        return CustomDtype(number_format)
+    return as_dtype(number_format)  # type: ignore[arg-type]  # no CustomDtype any more
 
 
 def compute_module_total_buffer_size(

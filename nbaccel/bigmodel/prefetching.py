@@ -175,10 +175,8 @@ def start_copies(
     index: int | None = device.index
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    if (stream := _side_stream(device)) is None:
-        return None
     try:
-        return _copy_on(stream, host_weights)
+        return _copy_on(_side_stream(device), host_weights)
     # No room, in pinned memory or on the device: when the weight is needed there may be.
     except RuntimeError as error:
         _copy_log.debug("Weights are not copied to %s ahead of time: %s", device, error)
@@ -204,11 +202,5 @@ def _copy_on(stream: torch.Stream, host_weights: Mapping[str, torch.Tensor]) -> 
     return CopiesUnderWay(tensors, device, end)
 
 
-@functools.lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of a device that copies run on; None where its backend has no streams."""
-    try:
-        return torch.Stream(device=device)
-    except (RuntimeError, NotImplementedError) as error:
-        _copy_log.debug("%s has no streams, so nothing is copied beside: %s", device, error)
-        return None
+# The stream of a device that copies run on.
+_side_stream = functools.lru_cache(maxsize=64)(torch.Stream)

@@ -160,7 +160,8 @@ def set_module_tensor_to_device(
                 f"{tuple(shape)}: they belong to different models. Check that the checkpoint is "
                 "this model's, and that its configuration is the same."
             )
-        placed = _placed_tensor(current, value, target, as_dtype(dtype), non_blocking)
+        wanted_dtype = None if dtype is None else as_dtype(dtype)
+        placed = _placed_tensor(current, value, target, wanted_dtype, non_blocking)
         if group is not None:
             group[device] = placed
     store_own_tensor(owner, last_name, placed)
@@ -168,15 +169,13 @@ def set_module_tensor_to_device(
         registry.device_runtime(target.type).empty_cache()
 
 
-def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """A format by its name, as ``torch.float16``, ``"float16"`` or ``"torch.float16"``."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
-            f"dtype={dtype!r} is no format of torch {torch.__version__}, so values cannot be "
-            'converted to it. Name one such as "float16" or "bfloat16".'
+            f"dtype={dtype!r} is no format of torch {torch.__version__}, so nothing can have it, "
+            'and no size can be told. Name one such as "float16" or "bfloat16".'
         )
     return found
 

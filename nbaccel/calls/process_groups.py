@@ -31,11 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.trees import map_leaves
+from nbaccel.base.trees import map_leaves, tensor_digest
 from nbaccel.config.handlers import InitProcessGroupKwargs
 from nbaccel.plan.topology import Topology
 from nbaccel.train import call_check, distributed
-from nbaccel.train.collectives import tensor_fingerprint
 from nbaccel.transfer import sharded_tensors
 from nbaccel.workers import fork_safety, rendezvous
 from nbaccel.workers.messaging import GroupWanted
@@ -340,5 +339,5 @@ def _optimizers_of(module: nn.Module) -> list[torch.optim.Optimizer]:
 def _comparable(value: Any) -> Any:
     """What is equal where two optimizers would step alike, of a value in their states."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), tensor_fingerprint(value)
+        return str(value.dtype), tuple(value.shape), tensor_digest(value)
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

@@ -21,6 +21,7 @@ from torch import nn
 from nbaccel.base import env
 from nbaccel.base.errors import CheckpointDamaged, ConfigError
 from nbaccel.base.torch_private import plain_data
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config.deepspeed_document import BATCH_SIZES
 from nbaccel.config.field_rules import refuse_mistakes
 from nbaccel.config.given_values import value_at
@@ -327,16 +328,6 @@ class DeepSpeedStrategy(training.Strategy):
         else:
             model.load_state_dict(state, **options)
 
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Refused: the state is in shards, in DeepSpeed's format, and is saved with the model."""
-        raise _shards_only(type(optimizer).__name__)
-
-    def load_optimizer_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Refused, for the same reason."""
-        raise _shards_only(type(optimizer).__name__)
-
     @property
     def keeps_own_disks(self) -> bool:
         return any(drive.engine.use_node_local_storage() for drive in self._drives.values())
@@ -393,13 +384,6 @@ def _end_all(engine_drives: dict[int, Drive], lease: Lease) -> None:
     for engine_drive in engine_drives.values():
         engine_drive.end(is_alone=True)
     lease.give_up()
-
-
-def _shards_only(checkpoint_kind: str) -> ConfigError:
-    return ConfigError(
-        f"The state of {checkpoint_kind} cannot be read or written whole: DeepSpeed keeps it in "
-        "shards. Use accelerator.save_state and load_state with as many processes."
-    )
 
 
 def _optimizers_by_model(bundle: Bundle) -> dict[int, Any]:
@@ -494,14 +478,11 @@ def check_parts(settings: dict[str, Any], bundle: Bundle) -> None:
 def _save(engine: Any, folder: Path, left_out: Collection[str], *, writes_shared: bool) -> None:
     """Write weights and the optimizer's state; a collective."""
     # Weights that all processes hold (stages 0 to 2), and the tag of the last save.
-    writes_before = engine.save_non_zero_checkpoint
-    engine.save_non_zero_checkpoint = writes_before or writes_shared
-    try:
+    writes = engine.save_non_zero_checkpoint or writes_shared
+    with attribute(engine, "save_non_zero_checkpoint", writes):
         engine.save_checkpoint(
             str(folder.parent), tag=folder.name, exclude_frozen_parameters=bool(left_out)
         )
-    finally:
-        engine.save_non_zero_checkpoint = writes_before
     if writes_shared:
         (folder.parent / "latest").write_text(folder.name, encoding="utf-8")
 

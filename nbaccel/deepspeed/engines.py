@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from nbaccel.base import frames, mapped_files, torch_private
 from nbaccel.base.errors import ConfigError, TrainingDiverged
+from nbaccel.base.training_libraries import attribute
 from nbaccel.base.trees import map_tensors
 from nbaccel.deepspeed import library, local_shards
 from nbaccel.deepspeed.environment import destroy
@@ -406,16 +407,9 @@ class Drive:
         """Whether it has an optimizer."""
         return self.engine.basic_optimizer is not None
 
-    @contextlib.contextmanager
-    def syncing(self, is_wanted: bool) -> Iterator[None]:
+    def syncing(self, is_wanted: bool) -> contextlib.AbstractContextManager[None]:
         """A block whose backward passes end a group, or do not, whatever the loop says."""
-        # Such blocks may be nested: the outer one counts again when the inner one has ended.
-        forced_before = self._forced
-        self._forced = is_wanted
-        try:
-            yield
-        finally:
-            self._forced = forced_before
+        return attribute(self, "_forced", is_wanted)
 
     def backward(self, loss: torch.Tensor, *, sync: bool, **options: Any) -> None:
         """Compute and reduce gradients. See [Note: when it steps]."""
@@ -495,17 +489,12 @@ class Drive:
     def _clipping_at(self, max_norm: float) -> Iterator[None]:
         """A block in which steps clip at this norm; those of a loop without the call do not."""
         # Without a public function: the engine's configuration, and its optimizers' copies of it.
-        holders = {library.engine_settings(self.engine): "gradient_clipping"}
-        if hasattr(self.engine.optimizer, "clip_grad"):
-            holders[self.engine.optimizer] = "clip_grad"
-        norms_before = [getattr(*holder) for holder in holders.items()]
-        try:
-            for holder, name in holders.items():
-                setattr(holder, name, max_norm)
+        with contextlib.ExitStack() as stack:
+            settings = library.engine_settings(self.engine)
+            stack.enter_context(attribute(settings, "gradient_clipping", max_norm))
+            if hasattr(self.engine.optimizer, "clip_grad"):
+                stack.enter_context(attribute(self.engine.optimizer, "clip_grad", max_norm))
             yield
-        finally:
-            for (holder, name), norm_before in zip(holders.items(), norms_before, strict=True):
-                setattr(holder, name, norm_before)
 
 
 # DeepSpeed's and transformers' troubleshooting guides; each message names the key to change.

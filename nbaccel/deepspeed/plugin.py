@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbaccel.base import env
 from nbaccel.base.errors import ConfigError, PlatformUnsupported
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config.deepspeed_document import (
     ARGUMENT_KEYS,
     BATCH_SIZES,
@@ -156,13 +157,10 @@ class DeepSpeedPlugin(Settings):
         from nbaccel.deepspeed import local_shards
 
         # Below stage 3 there is nothing to build in shards, whatever is passed.
-        flag_before = self.zero3_init_flag
-        self.zero3_init_flag = enable and self.zero_stage == 3
-        with local_shards.applied_config(self.deepspeed_config if self.zero3_init_flag else None):
-            try:
-                yield
-            finally:
-                self.zero3_init_flag = flag_before
+        is_on = enable and self.zero_stage == 3
+        building = local_shards.applied_config(self.deepspeed_config if is_on else None)
+        with attribute(self, "zero3_init_flag", is_on), building:
+            yield
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether transformers builds models in shards."""
@@ -341,9 +339,6 @@ class Plugins:
 
     def __init__(self, given: Any) -> None:
         plugins = given if isinstance(given, Mapping) else {"default": given}
-        if isinstance(given, (list, tuple)):
-            # Plugins of a sequence are named by their positions, as texts.
-            plugins = {str(number): plugin for number, plugin in enumerate(given)}
         wrong_items = {n: p for n, p in plugins.items() if not isinstance(p, DeepSpeedPlugin)}
         if wrong_items or not plugins:
             raise ConfigError(

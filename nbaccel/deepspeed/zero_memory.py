@@ -23,7 +23,7 @@ from nbaccel.deepspeed.auto_values import TrainingFacts, resolve_decided
 from nbaccel.deepspeed.zero_config import ZERO, auto_keys, todays_settings
 from nbaccel.memory import estimate
 from nbaccel.memory.estimate import Bytes, MemoryEstimate, Shape, common_notes
-from nbaccel.memory.memory_model import ShortFormats, model_states, short_formats
+from nbaccel.memory.memory_model import model_states, short_formats
 from nbaccel.plan.inspecting import inspect_machine
 from nbaccel.plan.inventory import Inventory
 
@@ -325,7 +325,7 @@ def estimate_memory(
         return estimate.torch_estimate(
             shape,
             strategy=f"data parallel, fp8 at MS-AMP's {formats.level}",
-            states=_short_states(model_or_shape, world_size, formats),
+            states=model_states(model_or_shape, world_size=world_size, formats=formats),
             num_processes=num_processes,
             num_nodes=num_nodes,
             activation_bytes=activation_bytes,
@@ -346,7 +346,6 @@ def estimate_memory(
         nvme=nvme * num_processes,
         shape=shape,
         strategy=", ".join([f"ZeRO-{settings.stage}", settings.precision, *moved]),
-        settings=settings,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=min((gpu.free_bytes for gpu in gpus), default=None),
@@ -369,17 +368,7 @@ def _measured(
         resized(batch, num_rows) if isinstance(num_rows, int) else batch,
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
-    ).peak
-
-
-def _short_states(model: Any, world_size: int, formats: ShortFormats) -> Bytes:
-    """The states at one of MS-AMP's levels, which train without DeepSpeed."""
-    if not callable(getattr(model, "modules", None)):
-        raise ConfigError(
-            f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
-            f"layers: got {model!r}. Give the module (it may be on meta)."
-        )
-    return model_states(model, world_size=world_size, formats=formats)
+    )
 
 
 def _check_arguments(

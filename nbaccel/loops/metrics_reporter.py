@@ -523,9 +523,6 @@ class TrainingLoops:
         return self._around.progress(current_time, steps)
 
 
-_MOST_KEPT = 16  # a function may leave any number of bars without closing them
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class _KnownBar:
     bar: ProgressBar
@@ -549,8 +546,6 @@ class ProgressBars:
             self._bars = {key: one for key, one in self._bars.items() if not one.is_closed}
             known = _KnownBar(bar=found, count=EpochCount(0, now - found.elapsed_s, steps))
             self._bars[id(tqdm_bar)] = known
-            for oldest in list(self._bars)[:-_MOST_KEPT]:
-                del self._bars[oldest]
         elif known.count.done != tqdm_bar.n:
             known.count.note_done(now, steps)
         known.bar = found

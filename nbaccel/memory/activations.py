@@ -14,12 +14,10 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
@@ -165,23 +163,17 @@ def _most_arguments(model: Any) -> int | None:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Activations:
-    """What one forward and backward pass needs besides parameters, in bytes."""
-
-    saved: int  # what is kept at the end of the forward pass, each storage once
-    # The most at once: what is computed again, too, and gradients until a parameter has them.
-    peak: int
-
-
 def measure_activations(
     model: nn.Module,
     sample_batch: Any,
     *,
     precision: str = "fp32",
     gradient_checkpointing: bool = False,
-) -> Activations:
-    """Measure what a model keeps for its backward pass."""
+) -> int:
+    """The most bytes at once that a forward and backward pass needs besides parameters.
+
+    What is computed again counts, too, and gradients until a parameter has them.
+    """
     dtype = _DTYPES.get(precision)
     # A model may hold real tensors besides its parameters and buffers; these are allowed.
     fake = torch_private.fake_tensor_mode()(allow_non_fake_inputs=True)
@@ -213,33 +205,20 @@ def measure_activations(
             ) from error
 
 
-def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> Activations:
+def _run(twin: nn.Module, batch: Any, gradient_checkpointing: bool) -> int:
     twin.train()
     if gradient_checkpointing:
         enable_gradient_checkpointing(twin)
-    # Saved, too, where a layer needs its weights, but they are counted with the model states.
-    tensors = [*twin.parameters(), *twin.buffers()]
-    keys = {storage_key(tensor) for tensor in tensors}
     for parameter in twin.parameters():
         if parameter.requires_grad:  # dropped at once: gradients are counted with the model states
             hooked: Any = parameter
             hooked.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if storage_key(tensor) not in keys:
-            # By storage, because several saved tensors may be views of one.
-            saved[storage_key(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    with LiveBytes(tensors) as live:
+    # Layers keep their weights, too, which are counted with the model states.
+    live = LiveBytes((*twin.parameters(), *twin.buffers()))
+    with live:
         live.adopt(_tensors(batch))  # it is on the device, too
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = loss_of(call(twin, batch))
-        num_saved = sum(storage.nbytes() for storage in saved.values())
-        saved.clear()  # these references would keep the backward pass from freeing anything
-        loss.backward()  # type: ignore[no-untyped-call]
-    return Activations(saved=num_saved, peak=max(num_saved, live.peak))
+        loss_of(call(twin, batch)).backward()  # type: ignore[no-untyped-call]
+    return live.peak
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

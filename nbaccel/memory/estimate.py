@@ -140,7 +140,6 @@ class MemoryEstimate:
     nvme: Bytes  # on each host's disk
     shape: Shape  # the model
     strategy: str  # how it is trained, in words: ``ZeRO-3, bf16, optimizer on cpu``
-    settings: Any  # the counted part of the strategy's configuration; None where it has none
     num_processes: int  # processes on each host
     num_nodes: int  # hosts
     device_free: int | None  # free memory of the fullest GPU used; None where there is none
@@ -192,11 +191,9 @@ class MemoryEstimate:
         return f"<MemoryEstimate: {self._head()}: {self._verdict()}>"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return {"text/plain": str(self), "text/html": self._repr_html_()}
-
-    def _repr_html_(self) -> str:
-        notes = (self._verdict(), *self.notes)
-        return f"{paragraphs([self._head()])}{table_html(self.rows())}{paragraphs(notes)}"
+        notes = paragraphs((self._verdict(), *self.notes))
+        html = f"{paragraphs([self._head()])}{table_html(self.rows())}{notes}"
+        return {"text/plain": str(self), "text/html": html}
 
     def _head(self) -> str:
         processes = count_noun(self.num_processes, "process")
@@ -237,7 +234,6 @@ def torch_estimate(
         nvme=Bytes(),
         shape=shape,
         strategy=strategy,
-        settings=None,
         num_processes=num_processes,
         num_nodes=num_nodes,
         device_free=free_bytes,

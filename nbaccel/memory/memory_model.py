@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from nbaccel.base.errors import ConfigError
 from nbaccel.config import Fp8Config, RunConfig
 from nbaccel.config.capabilities import device_row, fp8_backend, precision_row
 from nbaccel.memory import estimate
@@ -148,7 +149,7 @@ class MemoryModel:
                 resized(self.sample_batch, samples),
                 precision=precision,
                 gradient_checkpointing=config.activation_checkpointing,
-            ).peak
+            )
         return self._activations[key]
 
 
@@ -205,6 +206,11 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
     from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, accumulation_format
     from nbaccel.precision.fp8_layers import select_layers, unshared_weights
 
+    if not callable(getattr(model, "modules", None)):
+        raise ConfigError(
+            f"The memory of MS-AMP's {formats.level} depends on which weights belong to linear "
+            f"layers: got {model!r}. Give the module (it may be on meta)."
+        )
     selection = select_layers(model, skip_first_and_last=formats.skip_first_and_last)
     short_weights = {id(weight) for weight in unshared_weights(model, selection)}
     is_divided = formats.level == "O3"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbaccel.base import env
-from nbaccel.base.errors import ConfigError, InternalError, NbaccelError
+from nbaccel.base.errors import ConfigError, NbaccelError
 from nbaccel.base.units import count_noun, format_bytes
 from nbaccel.config import RunConfig
 from nbaccel.config.capabilities import device_row, precision_row
@@ -188,8 +188,6 @@ class CandidateFinder:
             if candidate.need is not None and (candidate.fits or way.refusal):
                 return candidate
             found.append(candidate)
-        if not found:
-            raise InternalError(f"The way to train {way.name!r} has no settings.")
         return next((one for one in found if one.need is not None), found[-1])
 
     def _evaluate(self, config: RunConfig, samples: int | None) -> Candidate:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbaccel.base import torch_private
 from nbaccel.base.errors import ConfigError
+from nbaccel.base.training_libraries import attribute
 from nbaccel.config.handlers import DDPCommunicationHookType, DistributedDataParallelKwargs
 from nbaccel.plan.contracts.training import Bundle, Place, Precision, Strategy, TrainingRequest
 from nbaccel.precision.fp8.gradient_exchange import fp8_compress_hook
@@ -68,18 +68,17 @@ class DdpStrategy(Strategy):
             )
         if mistakes:
             raise ConfigError(*mistakes)
-        if kind is _Kind.BATCHED_POWER_SGD and not torch_private.orthogonalizes_matrices():
+        # pytorch/pytorch#75157 made orthogonalization batched, and left this hook as it was.
+        if kind is _Kind.BATCHED_POWER_SGD:
             warnings.warn(
                 f"DistributedDataParallelKwargs(comm_hook={kind.value!r}) will end training at its "
                 f"first compressed step, number {state_option.get('start_powerSGD_iter', 1000)}: "
-                f"torch {torch.__version__} passes two-dimensional matrices to a function that "
-                "takes only batches of them. Give 'power_sgd', which compresses better.",
+                "torch (seen up to 2.13) passes two-dimensional matrices to a function that takes "
+                "only batches of them. Give 'power_sgd', which compresses better.",
                 stacklevel=2,
             )
         self._settings = settings
         self._precision = precision
-        # Of models that no DDP is around, because their precision averages all gradients.
-        self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     @classmethod
     def build(
@@ -96,24 +95,11 @@ class DdpStrategy(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.no_sync`; the forward belongs into the context, too."""
-        if isinstance(model, DistributedDataParallel):
-            return model.no_sync()
-        return self._syncing(model, False) if model in self._synced else nullcontext()
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :meth:`Strategy.sync_in_backward`; for one backward."""
-        if isinstance(model, DistributedDataParallel):
-            return _reducing(model)
-        return self._syncing(model, True) if model in self._synced else nullcontext()
-
-    @contextmanager
-    def _syncing(self, model: nn.Module, is_synced: bool) -> Iterator[None]:
-        synced_before = self._synced[model]
-        self._synced[model] = is_synced
-        try:
-            yield
-        finally:
-            self._synced[model] = synced_before
+        return _reducing(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
     def join(self, models: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
         joinable: list[Joinable] = [model for model in models if isinstance(model, Joinable)]
@@ -125,9 +111,9 @@ class DdpStrategy(Strategy):
         names = self._precision.own_gradients(model)
         # DDP raises for a model that has nothing for it to average.
         if not any(p.requires_grad and name not in names for name, p in model.named_parameters()):
-            if names and model not in self._synced:
-                self._synced[model] = True
-                self._precision.average_gradients(model, lambda: self._synced[model])
+            if names:
+                # In every pass: what was averaged before is equal everywhere, and stays as it is.
+                self._precision.average_gradients(model, lambda: True)
             return model
         if names:
             torch_private.exclude_from_ddp(model, names)
@@ -178,11 +164,7 @@ class DdpStrategy(Strategy):
 
 @contextmanager
 def _reducing(model: DistributedDataParallel) -> Iterator[None]:
-    before = model.require_backward_grad_sync
-    model.require_backward_grad_sync = True
-    # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
-    model.reducer.prepare_for_backward([])
-    try:
+    with attribute(model, "require_backward_grad_sync", True):
+        # Forwards under no_sync did not prepare the reducer, which would leave gradients unreduced.
+        model.reducer.prepare_for_backward([])
         yield
-    finally:
-        model.require_backward_grad_sync = before

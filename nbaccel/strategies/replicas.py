@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbaccel.base.errors import CollectiveMismatch
-from nbaccel.base.trees import average
+from nbaccel.base.trees import average, tensor_digest
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import Bundle, Place, Strategy
 
@@ -107,7 +107,7 @@ class ReplicasStrategy(Strategy):
 def _take_weights_of_first(model: nn.Module) -> None:
     """Copy process 0's parameters and buffers to all processes that have others."""
     named_tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own_digests = {name: _digest(tensor) for name, tensor in named_tensors.items()}
+    own_digests = {name: tensor_digest(tensor) for name, tensor in named_tensors.items()}
     digests_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests_by_rank, own_digests)
     first_digests = digests_by_rank[0]
@@ -119,10 +119,3 @@ def _take_weights_of_first(model: nn.Module) -> None:
             host = tensor.cpu().contiguous()
             dist.broadcast(host, 0)
             tensor.copy_(host.to(tensor.device))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    import xxhash
-
-    host = tensor.detach().cpu().contiguous()
-    return xxhash.xxh3_128_hexdigest(host.reshape(-1).view(torch.uint8).numpy().data)

@@ -21,7 +21,7 @@ import pickle
 import re
 import warnings
 from collections import ChainMap, Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,21 +53,6 @@ from nbaccel.strategies import optimizer_shards
 SHARDS_REMEDY = "Nothing has been loaded. Load another checkpoint, or copy it again."
 
 _METADATA_FILE = ".metadata"
-# What describes a checkpoint, by its module.
-_DESCRIPTIONS = {
-    "torch.distributed.checkpoint.metadata": (
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
-        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    # Python 3.13 pickles paths under a module of its own.
-    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath", "PurePosixPath")),
-}
-_CONTAINERS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,116 +62,87 @@ class _StoredPlace:
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...]
+    transform_descriptors: Sequence[str] | None = None
+
+
+_SIZE = (torch.Size,)
+_NONE = (type(None),)
+_FIELDS: dict[str, tuple[Any, dict[str, tuple[type, ...]]]] = {
+    "Metadata": (Metadata, {"state_dict_metadata": (dict,), "storage_data": (dict,)}),
+    "MetadataIndex": (
+        MetadataIndex,
+        {"fqn": (str,), "offset": _SIZE + _NONE, "index": (int, *_NONE)},
+    ),
+    "TensorStorageMetadata": (
+        TensorStorageMetadata,
+        {"properties": (TensorProperties,), "size": _SIZE, "chunks": (list,)},
+    ),
+    "ChunkStorageMetadata": (ChunkStorageMetadata, {"offsets": _SIZE, "sizes": _SIZE}),
+    "BytesStorageMetadata": (BytesStorageMetadata, {}),
+    "TensorProperties": (TensorProperties, {"dtype": (torch.dtype,)}),
+    "_StorageInfo": (
+        _StoredPlace,
+        {
+            **dict.fromkeys(("offset", "length"), (int,)),
+            "relative_path": (str,),
+            "transform_descriptors": (list, tuple, *_NONE),
+        },
+    ),
+}
+"""Name of a class → what is made of a note of it, and of which types the fields must be."""
 
 
 class _Note:
     """What a pickle says of an object; nothing is built, looked up or called."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
 class _NoteUnpickler(pickle.Unpickler):
-    """Reads the classes that describe a checkpoint as notes, and no other classes."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        # Its own, because a pickle can change the classes that it names.
-        self._note_classes: dict[str, type[_Note]] = {}
+    """Reads objects of whatever class as notes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a class."""
-        # A dtype is pickled as its name in torch.
-        if module == "torch" and type(found := vars(torch).get(name)) is torch.dtype:
+        """What stands for a class or a function."""
+        # Classes of C, which a pickle cannot change. A dtype is pickled as its name in torch.
+        found = vars(torch).get(name) if module == "torch" else None
+        if type(found) is torch.dtype or found is torch.Size:
             return found
-        if (module, name) in _CONTAINERS:
-            return _CONTAINERS[module, name]
-        if name not in _DESCRIPTIONS.get(module, ()):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which may run code")
-        if name not in self._note_classes:
-            self._note_classes[name] = type(name, (_Note,), {})
-        return self._note_classes[name]
-
-    def load_metadata(self) -> Metadata:
-        """The metadata."""
-        fields = self._fields(self.load(), "Metadata")
-        return Metadata(
-            state_dict_metadata={
-                _exact(key, str): self._entry(entry_note)
-                for key, entry_note in _exact(fields["state_dict_metadata"], dict).items()
-            },
-            storage_data={
-                self._index(index_note): self._place(place_note)
-                for index_note, place_note in _exact(fields["storage_data"], dict).items()
-            },
-        )
-
-    def _fields(self, note: Any, *class_names: str) -> dict[str, Any]:
-        if type(note) not in [self._note_classes.get(class_name) for class_name in class_names]:
-            raise pickle.UnpicklingError(f"a {type(note).__name__} is where a {class_names[0]} is")
-        # A class without fields has no state.
-        fields: dict[str, Any] = _exact(vars(note).get("state") or {}, dict)
-        return fields
-
-    def _entry(self, note: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        fields = self._fields(note, "TensorStorageMetadata", "BytesStorageMetadata")
-        if type(note) is self._note_classes.get("BytesStorageMetadata"):
-            return BytesStorageMetadata()
-        properties = fields["properties"]
-        if type(properties) is not self._note_classes.get("TensorProperties"):
-            raise pickle.UnpicklingError(f"a {type(properties).__name__} has a tensor's format")
-        dtype = _exact(vars(properties)["state"], tuple)[0]
-        return TensorStorageMetadata(
-            # The other properties are out of use in torch, and are not read.
-            properties=TensorProperties(dtype=_exact(dtype, torch.dtype)),
-            size=_size(fields["size"]),
-            chunks=[
-                ChunkStorageMetadata(offsets=_size(chunk["offsets"]), sizes=_size(chunk["sizes"]))
-                for note in _exact(fields["chunks"], list)
-                for chunk in [self._fields(note, "ChunkStorageMetadata")]
-            ],
-        )
-
-    def _index(self, note: Any) -> MetadataIndex:
-        fields = self._fields(note, "MetadataIndex")
-        offset = fields.get("offset")
-        number = fields.get("index")
-        return MetadataIndex(
-            fqn=_exact(fields["fqn"], str),
-            offset=None if offset is None else _size(offset),
-            index=None if number is None else _exact(number, int),
-        )
-
-    def _place(self, note: Any) -> _StoredPlace:
-        fields = self._fields(note, "_StorageInfo")
-        descriptors = fields.get("transform_descriptors") or ()
-        name = _exact(fields["relative_path"], str)
-        # A crafted file could otherwise make this process open files anywhere.
-        if Path(name).name != name:
-            raise pickle.UnpicklingError(f"{name!r} is not in the folder, as shards are")
-        return _StoredPlace(
-            relative_path=name,
-            offset=_exact(fields["offset"], int),
-            length=_exact(fields["length"], int),
-            transform_descriptors=tuple(_exact(descriptor, str) for descriptor in descriptors),
-        )
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        return type(name, (_Note,), {"__module__": module})
 
 
-def _exact(value: Any, value_class: type) -> Any:
-    # No subclass: it could answer a check otherwise than its reader.
-    if type(value) is not value_class:
+def _described(value: Any) -> Any:
+    """Torch's own object of a note, and of all notes in it."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_described, value))
+    if type(value) is dict:
+        return {_described(key): _described(item) for key, item in value.items()}
+    if not isinstance(value, _Note):
+        return value
+    name = type(value).__name__
+    if name not in _FIELDS:
         raise pickle.UnpicklingError(
-            f"a {type(value).__name__} is where a {value_class.__name__} is"
+            f"it holds {type(value).__module__}.{name}, which may run code"
         )
-    return value
-
-
-def _size(numbers: Any) -> torch.Size:
-    return torch.Size([_exact(number, int) for number in _exact(numbers, tuple)])
+    state = vars(value).get("state") or {}
+    if isinstance(state, tuple):  # of a tensor's properties, of which only the first is in use
+        state = {"dtype": state[0]}
+    made_class, kinds = _FIELDS[name]
+    fields = {field: _described(state.get(field)) for field in kinds}
+    for field, content in fields.items():
+        # No subclass: it could answer a check otherwise than its reader.
+        if type(content) not in kinds[field]:
+            raise pickle.UnpicklingError(f"the {field} of a {name} is a {type(content).__name__}")
+    # A crafted file could otherwise make this process open files anywhere.
+    file_name = fields.get("relative_path", "")
+    if Path(file_name).name != file_name:
+        raise pickle.UnpicklingError(f"{file_name!r} is not in the folder, as shards are")
+    return made_class(**fields)
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -198,12 +154,17 @@ def read_metadata(folder: Path) -> Metadata:
             f"interrupted, or not all was copied (its name begins with a dot). {SHARDS_REMEDY}"
         )
     try:
-        return _NoteUnpickler(metadata_path.read_bytes()).load_metadata()
+        notes = _NoteUnpickler(io.BytesIO(metadata_path.read_bytes())).load()
+        metadata: Metadata = _described(notes)
+        for index, place in metadata.storage_data.items():
+            if (type(index), type(place)) != (MetadataIndex, _StoredPlace):
+                raise pickle.UnpicklingError(f"{index!r} has the place {place!r}")
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointDamaged(
             f"{metadata_path} cannot be read ({type(error).__name__}: {error}): it is truncated, "
             f"damaged or of something else. {SHARDS_REMEDY}"
         ) from error
+    return metadata
 
 
 def plain_object(stream: Any) -> Any:
@@ -333,9 +294,10 @@ class OwnPartCheckpoints:
         folder, ranks_by_folder = shards.folder, shards.ranks_by_folder
         if shards.optimizer is not None:
             optimizer_state = shards.optimizer.state_dict()
-            param_groups = dict(enumerate(optimizer_state["param_groups"]))
-            saved_content |= _flatten_entries(_GROUPS_PREFIX, param_groups)
-            saved_content |= _flatten_entries(_STATE_PREFIX, optimizer_state["state"])
+            numbered = dict(enumerate(optimizer_state["param_groups"]))
+            # Each entry has a name of its own in the files, such as ``optimizer.state.0.exp_avg``.
+            state = optimizer_state["state"]
+            saved_content["optimizer"] = {"param_groups": numbered, "state": state}
         if not ranks_by_folder:
             write_shards(saved_content, checkpoint_id=folder)
             return
@@ -470,14 +432,6 @@ def _check_has_optimizer(folder: Path, metadata: Mapping[str, Any]) -> None:
             f"{folder} has no optimizer in it: it holds {len(metadata)} entries of a model. "
             "Training would continue with a new optimizer. Load it without one."
         )
-
-
-def _flatten_entries(prefix: str, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        f"{prefix}{number}.{name}": value
-        for number, entry in entries.items()
-        for name, value in entry.items()
-    }
 
 
 def _nest_entries(prefix: str, content: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from nbaccel.base.errors import CollectiveMismatch, ConfigError
-from nbaccel.base.trees import leaves, map_leaves, map_tensors, slice_rows
+from nbaccel.base.trees import leaves, map_leaves, map_tensors, slice_rows, tensor_digest
 from nbaccel.base.units import first_few
 from nbaccel.plan.contracts.training import Place
 from nbaccel.train.call_check import DEFAULT_TIMEOUT_S, default_group_check
@@ -233,25 +233,6 @@ def _tensor_signature(tree: Any, collective_name: str) -> tuple[tuple[Any, tuple
 
 
 _MOST_DIFFERENCES = 10
-# The integers and weights of a chunk take 8 bytes per element: at most 32 MiB each.
-_CHUNK_ELEMENTS = 1 << 22
-_INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def tensor_fingerprint(tensor: torch.Tensor) -> int:
-    """A whole number that is equal for tensors with equal bits, and almost never for others."""
-    flat_tensor = tensor.detach().contiguous().reshape(-1)
-    if flat_tensor.is_complex():
-        flat_tensor = torch.view_as_real(flat_tensor).reshape(-1)
-    integers = flat_tensor.view(_INTEGER_BY_SIZE[flat_tensor.element_size()])
-    weighted_sum = torch.zeros((), dtype=torch.int64, device=flat_tensor.device)
-    for first_element in range(0, integers.numel(), _CHUNK_ELEMENTS):
-        chunk = integers[first_element : first_element + _CHUNK_ELEMENTS].to(torch.int64)
-        # Weighted by position, because a plain sum would not see two elements swapped. int64 wraps.
-        first = first_element + 1
-        positions = torch.arange(first, first + len(chunk), device=chunk.device)
-        weighted_sum += (chunk * positions).sum()
-    return int(weighted_sum)
 
 
 def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list[str]:
@@ -263,7 +244,7 @@ def find_differences(facts: Mapping[str, Any], collectives: Collectives) -> list
         values = [rank_facts.get(fact_name, "missing") for rank_facts in facts_by_rank]
         others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
         if others:
-            # Fingerprints of parameters would tell a reader nothing.
+            # Digests of parameters would tell a reader nothing.
             is_printable = all(isinstance(value, (str, float)) for value in values)
             shown_values = f": {', '.join(map(str, values))} by process" if is_printable else ""
             message_lines.append(
@@ -280,7 +261,7 @@ def check_in_sync(
 ) -> bool:
     """Compare what the processes train, and warn on process 0 where they differ; a collective."""
     facts: dict[str, Any] = {
-        f"model {index}: {name}": [tensor_fingerprint(parameter)]
+        f"model {index}: {name}": [tensor_digest(parameter)]
         for index, model in enumerate(models)
         for name, parameter in model.named_parameters()
         # No two processes share the shards of one.

@@ -112,15 +112,6 @@ class BatchSamplerShard(BatchSampler):
             check_divisible(self.batch_size, self.num_processes, type(self.batch_sampler).__name__)
 
     @property
-    def sampler(self) -> Any:
-        """The sampler behind the shared batch sampler, if it has one."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
-
-    @property
     def total_length(self) -> int:
         """Batches of all processes together."""
         return len(self.batch_sampler)

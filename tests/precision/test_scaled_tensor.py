@@ -95,21 +95,6 @@ def test_other_optimizers_are_refused_with_the_level_that_takes_them():
         ScaledAdam(torch.optim.AdamW([weight], amsgrad=True))
 
 
-FORMATS = pytest.mark.parametrize("number_format", [E4M3, E5M2, FP16], ids=lambda f: f.name)
-
-
-@FORMATS
-def test_rounding_by_arithmetic_is_the_cast_bit_by_bit(number_format):
-    """Devices without 8-bit floats get the very same numbers."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(200_000, generator=generator) * torch.exp2(
-        torch.randint(-24, 16, (200_000,), generator=generator).float()
-    )
-    values = values.clamp(-number_format.maximum, number_format.maximum)
-    rounded = number_format.rounded(values)
-    assert torch.equal(rounded, values.to(number_format.dtype).float())
-
-
 @given(amax=st.floats(1e-30, 1e30), margin=st.integers(0, 3))
 def test_a_scale_is_a_power_of_two_and_the_largest_that_fits(amax, margin):
     scale = power_of_two_scale(torch.tensor(amax), E4M3, margin).item()

@@ -149,21 +149,9 @@ def test_compression_that_the_group_cannot_carry_is_a_mistake_with_a_remedy(sett
     assert "Give 'fp16'" in str(failure.value)
 
 
-def test_batched_power_sgd_warns_of_its_first_compressed_step_where_torchs_is_broken():
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    try:
-        powerSGD_hook._orthogonalize(torch.eye(2))
-    except AssertionError:
-        with pytest.warns(UserWarning, match=r"'batched_power_sgd'.*number 1000.*'power_sgd'"):
-            ddp(comm_hook="batched_power_sgd")
-    else:
-        settings = {
-            "comm_hook": "batched_power_sgd",
-            "comm_state_option": {"start_powerSGD_iter": 2},
-        }
-        one, other = debug_launcher(gradient_of, (settings,))
-        assert torch.equal(one, other)
+def test_batched_power_sgd_warns_of_its_first_compressed_step_as_torchs_is_broken():
+    with pytest.warns(UserWarning, match=r"'batched_power_sgd'.*number 1000.*'power_sgd'"):
+        ddp(comm_hook="batched_power_sgd")
 
 
 def test_settings_of_compression_that_contradict_each_other_are_listed_together():

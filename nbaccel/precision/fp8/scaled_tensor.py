@@ -19,7 +19,6 @@ nobody would notice. So an infinite or undefined largest magnitude makes every e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,6 @@ from nbaccel.base.trees import map_tensors
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# torch has no 8-bit dtype there, so values are rounded by arithmetic and kept as float16.
-_WITHOUT_FLOAT8 = frozenset({"mps"})
 # Beyond it a scale is infinite in float32.
 _LARGEST_EXPONENT = 126.0
 # Rounding again and again adds up: 16 % after 64 additions in E4M3 (facts of the benchmark fp8.py).
@@ -54,20 +51,7 @@ class NumberFormat:
 
     def cast(self, values: torch.Tensor) -> torch.Tensor:
         """Round values that are in range."""
-        in_range = values.clamp(-self.maximum, self.maximum)  # NaN passes
-        if self.dtype.itemsize == 1 and values.device.type in _WITHOUT_FLOAT8:
-            return self.rounded(in_range).to(torch.float16)
-        return in_range.to(self.dtype)
-
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """What a cast to this format and back gives, by arithmetic alone."""
-        values = values.float()
-        facts = torch.finfo(self.dtype)
-        smallest_exponent = int(math.log2(facts.smallest_normal))
-        # frexp gives a mantissa in [0.5, 1), so its exponent is one more than that of the format.
-        exponents = (torch.frexp(values).exponent - 1).clamp(min=smallest_exponent)
-        spacing = torch.ldexp(torch.full_like(values, facts.eps), exponents)
-        return torch.round(values / spacing) * spacing  # halves to even, as the cast does
+        return values.clamp(-self.maximum, self.maximum).to(self.dtype)  # NaN passes
 
 
 E4M3 = NumberFormat("E4M3", torch.float8_e4m3fn)
