@@ -9,6 +9,7 @@ go at once: memory holds the model and one portion. First the headers are compar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from nbaccel.bigmodel.checkpoint_files import (
 from nbaccel.bigmodel.device_map import DISK, HOST
 from nbaccel.bigmodel.module_sizes import get_non_persistent_buffers, owner_in
 from nbaccel.bigmodel.offload_folder import offload_weight, save_offload_index
-from nbaccel.bigmodel.tensor_placing import as_dtype, parameter_like
+from nbaccel.bigmodel.tensor_placing import as_dtype
 from nbaccel.strategies import optimizer_shards
 from nbaccel.transfer import arena
 from nbaccel.transfer.arena import named_tensors
@@ -460,11 +461,34 @@ def _copy_in_portions(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def _put(model: nn.Module, placement: Placement, values: torch.Tensor) -> None:
     old_tensor = placement.tensor
+    new_tensor: torch.Tensor = values
     if isinstance(old_tensor, nn.Parameter):
-        values = parameter_like(old_tensor, values)
+        can_train = values.dtype.is_floating_point or values.dtype.is_complex
+        new_tensor = nn.Parameter(values, requires_grad=old_tensor.requires_grad and can_train)
+        if _replace_values(old_tensor, new_tensor):
+            return
     for name in placement.names:
         owner_name, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner_name), own_name, values)
+        setattr(model.get_submodule(owner_name), own_name, new_tensor)
+
+
+def _replace_values(old_parameter: nn.Parameter, new_parameter: nn.Parameter) -> bool:
+    """Let the same object have other values, so that an optimizer made before still steps it."""
+    if old_parameter.requires_grad == new_parameter.requires_grad:
+        with contextlib.suppress(RuntimeError):  # one of the two is on meta
+            old_parameter.data = new_parameter.data
+            if old_parameter.grad is not None and old_parameter.grad.dtype != old_parameter.dtype:
+                old_parameter.grad = None
+            return True
+    own_class = type(old_parameter)
+    attributes = dict(vars(old_parameter))
+    with contextlib.suppress(RuntimeError):  # something else refers to its values
+        torch.utils.swap_tensors(old_parameter, new_parameter)  # type: ignore[no-untyped-call]
+        # Marks that libraries put on parameters, and their own classes of them.
+        old_parameter.__class__ = own_class
+        vars(old_parameter).update(attributes)
+        return True
+    return False
 
 
 def _load_from_first_rank(model: nn.Module, checkpoint: str | Path, *, strict: bool) -> None:

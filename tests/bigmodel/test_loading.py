@@ -101,9 +101,11 @@ def test_every_tensor_has_the_values_of_the_file(saved, make, device_map):
     model = make()
     model.inner.requires_grad_(False)
     model.gain.mark = "kept"
+    objects = dict(named_tensors(model))
     load_checkpoint_in_model(model, path, device_map)
     assert_same(without_positions(values(model)), without_positions(values(source)))
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is objects[name], "an optimizer made before still has it"
         assert type(parameter) is nn.Parameter
         assert parameter.requires_grad == (name != "levels" and not name.startswith("inner"))
     assert model.head.weight is model.embed.weight
@@ -143,12 +145,14 @@ def test_floating_point_weights_become_the_format_that_is_asked_for(saved, make,
     source, path = saved
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.split(".")[-1])
     model = make()
+    objects = dict(model.named_parameters())
     load_checkpoint_in_model(model, path, device_map, dtype=dtype)
     for name, tensor in without_positions(values(source)).items():
         found = dict(named_tensors(model))[name]
         expected = tensor.to(wanted) if tensor.is_floating_point() else tensor
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected), name
+    assert all(parameter is objects[name] for name, parameter in model.named_parameters())
 
 
 def test_modules_kept_in_float32_are(saved):
