@@ -36,7 +36,7 @@ def losses(results: Results, *, quick: bool) -> None:
     for seed in seeds:
         for way in training.WAYS:
             say(f"seed {seed}: {way.name}")
-            found = training.train_anywhere(way, seed, steps)
+            found = training.train(way, seed, steps)
             results.of("loss", way.name).values.append(found["loss"])
             results.of("loss", way.name).facts.append({"cpu_ms": found["cpu_ms"]})
     results.note("loss", seeds=list(seeds), steps=steps)
@@ -59,9 +59,8 @@ def loss_table(results: Results) -> tuple[str, bool]:
         more = statistics.fmean(found) - statistics.fmean(reference)
         good = abs(more) <= spread
         holds &= good
-        name = way.name + (f", {way.processes} processes" if way.processes > 1 else "")
         each = ", ".join(f"{loss:.4f}" for loss in found)
-        cells = [name, f"{statistics.fmean(found):.4f}", each]
+        cells = [way.name, f"{statistics.fmean(found):.4f}", each]
         cells += ["", f"{_cpu_ms(results, way.name) / bf16_ms:.1f}x", ""]
         if way.name != "fp32":
             cells[3], cells[5] = f"{more:+.4f}", verdict(good)
@@ -106,8 +105,7 @@ def memory_table(results: Results) -> tuple[str, bool]:
         grown = results.of("memory of the process", name).values[0]
         good = fp8_memory.is_close(tensors, wanted)
         holds &= good
-        told = f"{name}, 2 processes, each" if name == "O3" else name
-        told = f"{told}, float32" if name == "AdamW" else told
+        told = f"{name}, float32" if name == "AdamW" else name
         lines.append(f"| {told} | {wanted:g} | {tensors:.2f} | {grown:.2f} | {verdict(good)} |")
     lines += [
         "",

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 WIDTH, LAYERS = 2048, 6
-LEVELS = {"AdamW": None, "O1": "O1", "O2": "O2", "O3": "O3"}
-BYTES = {"AdamW": 16.0, "O1": 11.0, "O2": 6.0, "O3": 4.5}
-"""By the formats: O3 is 2 + 5 / 2 with two processes."""
+LEVELS = {"AdamW": None, "O1": "O1", "O2": "O2"}
+BYTES = {"AdamW": 16.0, "O1": 11.0, "O2": 6.0}
+"""By the formats."""
 
 RANKS = (2, 8, 64)
 DATA = ("independent", "common signal", "heavy tail")
@@ -80,7 +80,7 @@ def train_stack(level: str | None, width: int) -> tuple[float, float]:
 
 
 def bytes_per_parameter(name: str, width: int) -> tuple[float, float]:
-    """In a fresh process, or the mean of two workers for O3."""
+    """In a fresh process."""
     code = f"from harness import fp8_memory as m; m.report({name!r}, {width})"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -104,14 +104,7 @@ def _environment() -> dict[str, str]:
 
 def report(name: str, width: int) -> None:
     """Print both figures, as JSON."""
-    from nbaccel import notebook_launcher
-
-    level = LEVELS[name]
-    if level != "O3":
-        print(json.dumps(train_stack(level, width)))
-        return
-    found = notebook_launcher(train_stack, (level, width), 2, start_method="template")
-    print(json.dumps([sum(column) / len(column) for column in zip(*found, strict=True)]))
+    print(json.dumps(train_stack(LEVELS[name], width)))
 
 
 # ------------------------------------------------------------------------- exchange, simulated

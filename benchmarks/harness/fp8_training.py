@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
@@ -29,12 +28,11 @@ VALIDATION_BATCHES = 40
 
 @dataclass(frozen=True)
 class Way:
-    """A row: a precision with its settings, and in how many processes it trains."""
+    """A row: a precision with its settings."""
 
     name: str
     precision: str = "fp8"
     settings: dict[str, Any] = field(default_factory=dict)
-    processes: int = 1
 
 
 WAYS = (
@@ -45,7 +43,6 @@ WAYS = (
     Way("native, delayed", settings={"backend": "native", "recipe": "delayed"}),
     Way("MS-AMP's O1", settings={"backend": "msamp", "opt_level": "O1"}),
     Way("MS-AMP's O2", settings={"backend": "msamp", "opt_level": "O2"}),
-    Way("MS-AMP's O3", settings={"backend": "msamp", "opt_level": "O3"}, processes=2),
 )
 
 
@@ -152,10 +149,9 @@ def train(way: Way, seed: int, steps: int) -> dict[str, float]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         model, optimizer = accelerator.prepare(model, optimizer)
     batches = Batches(seed)
-    rank, count = accelerator.process_index, accelerator.num_processes
     began = time.process_time()
     for _ in range(steps):
-        accelerator.backward(loss_of(model, batches.training().chunk(count)[rank]))
+        accelerator.backward(loss_of(model, batches.training()))
         optimizer.step()
         optimizer.zero_grad()
     cpu_ms = (time.process_time() - began) / steps * 1e3
@@ -167,18 +163,4 @@ def evaluate(model: nn.Module, batches: Batches) -> float:
     model.eval()
     with torch.no_grad():
         losses = [float(loss_of(model, rows)) for rows in batches.validation()]
-    if dist.is_initialized():
-        dist.barrier()  # nobody leaves while another one still computes
     return sum(losses) / len(losses)
-
-
-def train_anywhere(way: Way, seed: int, steps: int) -> dict[str, float]:
-    """Train by one way, in as many processes as it needs; CPU time is that of all of them."""
-    from nbaccel import notebook_launcher
-
-    if way.processes == 1:
-        return train(way, seed, steps)
-    found = notebook_launcher(
-        train, (way, seed, steps), way.processes, start_method="template", timeout=1200
-    )
-    return {"loss": found[0]["loss"], "cpu_ms": sum(row["cpu_ms"] for row in found)}

@@ -395,7 +395,7 @@ def _restore_layers(bundle: Bundle) -> None:
                 # Only when an FP8 library has been used: importing it earlier costs every start.
                 conversion = registry.load_object("nbaccel.precision.fp8_layers")
                 get = replaced.get
-                list(conversion.follow_parameters(optimizer, lambda p, get=get: get(id(p))))
+                conversion.follow_parameters(optimizer, lambda p, get=get: get(id(p)))
 
 
 def _is_scheduler(given_object: Any) -> bool:

@@ -180,7 +180,6 @@ _FP8_BACKENDS: tuple[Fp8Row, ...] = (
         emulated_below=_FIRST_WITH_FP8,
         restore="nbaccel.precision.fp8_layers:restore_layers",
         library="nbaccel.precision.fp8.linear",
-        shards="nbaccel.precision.fp8_layers:MASTER_READER",
     ),
     Fp8Row(
         name="te",

@@ -91,7 +91,6 @@ class Fp8Row(Row):
     # ``module:function`` that restores a module's layers; returns pairs of replaced parameters
     restore: str = ""
     library: str = ""  # What must be imported for its layers to exist
-    shards: str = ""  # ``module:object`` that reads weights in parts, a `nbaccel.abc.ShardReader`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

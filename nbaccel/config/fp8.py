@@ -62,10 +62,10 @@ class Fp8Config(Plain):
         "How scales are found: delayed from earlier steps, current from the tensor "
         "itself, rowwise or by blocks; auto takes the backend's default.",
     )
-    opt_level: Literal["O1", "O2", "O3"] = setting(
+    opt_level: Literal["O1", "O2"] = setting(
         "O2",
         "MS-AMP level: O1 has weights in FP16 and gradients in FP8, O2 also "
-        "moments in FP8 and FP16, O3 weights in FP8 and moments divided over processes.",
+        "moments in FP8 and FP16.",
         read=_upper_case,
     )
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting(

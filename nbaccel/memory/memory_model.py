@@ -154,13 +154,13 @@ class MemoryModel:
 
 
 _FLOAT32_BYTES = 4
-_COPIES_IN_STEP = {"O1": 3, "O2": 5, "O3": 5}
+_COPIES_IN_STEP = {"O1": 3, "O2": 5}
 """float32 copies while Adam steps: of weight, gradient and divisor, then also of both moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShortFormats:
-    """Which of MS-AMP's levels a run trains at, ``O1``, ``O2`` or ``O3``, and how."""
+    """Which of MS-AMP's levels a run trains at, ``O1`` or ``O2``, and how."""
 
     level: str
     skip_first_and_last: bool
@@ -202,7 +202,6 @@ def model_states(
 
 def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> Bytes:
     # Not at the top: they import torch, which an estimate from plain numbers need not wait for.
-    from nbaccel.precision.fp8.scaled_adam import owners_of
     from nbaccel.precision.fp8.scaled_tensor import E4M3, FP16, accumulation_format
     from nbaccel.precision.fp8_layers import select_layers, unshared_weights
 
@@ -213,16 +212,14 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
         )
     selection = select_layers(model, skip_first_and_last=formats.skip_first_and_last)
     short_weights = {id(weight) for weight in unshared_weights(model, selection)}
-    is_divided = formats.level == "O3"
-    weight_bytes = (E4M3 if is_divided else FP16).dtype.itemsize
+    weight_bytes = FP16.dtype.itemsize
     gradient_bytes = accumulation_format(formats.accumulation_steps).dtype.itemsize
     moment_bytes = E4M3.dtype.itemsize + FP16.dtype.itemsize
     parameters = list(model.parameters())
-    owners = owners_of(parameters, world_size) if is_divided else {}
     kept = 0
     gradients = 0
     buckets = 0
-    optimizer = [0] * world_size
+    optimizer = 0
     for parameter in parameters:
         count = parameter.numel()
         is_short = id(parameter) in short_weights
@@ -232,15 +229,12 @@ def _short_states(model: nn.Module, world_size: int, formats: ShortFormats) -> B
             continue
         gradients += gradient_bytes * count if is_short else own_bytes
         buckets += 0 if is_short else own_bytes
-        state_bytes = 2 * own_bytes if formats.level == "O1" else moment_bytes * count
-        # The owner's master.
-        state_bytes += FP16.dtype.itemsize * count if is_divided and is_short else 0
-        optimizer[owners.get(id(parameter), 0)] += state_bytes
+        optimizer += 2 * own_bytes if formats.level == "O1" else moment_bytes * count
     largest = max((item.numel() for item in parameters if item.requires_grad), default=0)
     return Bytes(
         parameters=kept,
         gradients=gradients,
-        optimizer=max(optimizer),
+        optimizer=optimizer,
         buckets=buckets if world_size > 1 else 0,
         in_step=_FLOAT32_BYTES * _COPIES_IN_STEP[formats.level] * largest,
     )

@@ -348,8 +348,7 @@ def _choose_fp8(run: _Run) -> Fp8Choice:
     said = run.config.fp8 or Fp8Config()
     choice = rows.fp8_backend(said.backend, run.device, capability)
     if choice.row is not None and not choice.problem:
-        count = run.world_size
-        mistakes = training_plan.fp8_mistakes(said, choice.row, capability, world_size=count)
+        mistakes = training_plan.fp8_mistakes(said, choice.row, capability)
         run.findings.mistakes.extend(mistakes)
         warnings = training_plan.fp8_warnings(said, choice.row, run.device, capability)
         run.findings.warnings.extend(warnings)

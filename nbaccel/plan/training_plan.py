@@ -85,12 +85,11 @@ def fp8_choices(settings: Fp8Config, choice: Fp8Choice) -> Iterator[Choice]:
 _LEVELS = {
     "O1": "weights in scaled FP16, their gradients in FP8: 11 bytes per parameter with AdamW",
     "O2": "also moments in FP8 and FP16: 6 bytes per parameter with AdamW",
-    "O3": "weights in FP8, moments and masters divided over the processes",
 }
 
 
 def fp8_mistakes(
-    settings: Fp8Config, row: Fp8Row, capability: tuple[int, int] | None, *, world_size: int
+    settings: Fp8Config, row: Fp8Row, capability: tuple[int, int] | None
 ) -> Iterator[str]:
     """What a library cannot do, as messages."""
     recipe = recipe_of(settings, row)
@@ -111,11 +110,6 @@ def fp8_mistakes(
         yield (
             "fp8.fp8_format='E5M2' has two bits of mantissa for inputs and weights, in which "
             "models do not train. Give HYBRID, which keeps E5M2 for gradients, or E4M3."
-        )
-    if settings.opt_level == "O3" and "opt_level" in row.settings and world_size == 1:
-        yield (
-            "fp8.opt_level='O3' divides the optimizer's state over several processes, as ZeRO "
-            'does, and this is one process. Give opt_level="O2", or num_processes=2 or more.'
         )
 
 
@@ -153,7 +147,7 @@ def unfit_precision(
     if choice.row is not None and "opt_level" in choice.row.settings:
         reason = (
             f"MS-AMP's level {level} scales each weight, and {strategy.name} cuts weights into "
-            "flat pieces. O3 without it divides the optimizer's state over the processes by itself"
+            "flat pieces"
         )
     return (
         f"{what} is not supported with mixed_precision={precision.name!r}{backend}: {reason}. Use "
@@ -353,7 +347,7 @@ def _judge_precision(
     if problem := unfit_precision(what, strategy, precision, fp8, settings.opt_level):
         raise ConfigError(problem)
     if fp8.row is not None:
-        if wrong := [*fp8_mistakes(settings, fp8.row, capability, world_size=found.world_size)]:
+        if wrong := [*fp8_mistakes(settings, fp8.row, capability)]:
             raise ConfigError(*wrong)
         yield from fp8_warnings(settings, fp8.row, device, capability)
     yield from precision_warnings(precision, device, gpus)

@@ -20,7 +20,6 @@ from nbaccel.config import Fp8Config
 from nbaccel.plan.contracts import training as contracts
 from nbaccel.plan.launch_plan import Choice
 from nbaccel.precision.fp8.linear import MULTIPLE, Fp8Linear
-from nbaccel.precision.fp8.scaled_adam import master_values
 from nbaccel.precision.fp8.scaled_tensor import ScaledTensor
 from nbaccel.precision.native import Bf16
 
@@ -74,9 +73,7 @@ def unshared_weights(model: nn.Module, selection: LayerSelection) -> Iterator[to
             yield layer.weight
 
 
-def follow_parameters(
-    optimizer: Any, replacement_of: Callable[[Any], Any]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def follow_parameters(optimizer: Any, replacement_of: Callable[[Any], Any]) -> None:
     """Let an optimizer hold the parameters that took the place of its own, with their state."""
     for group in getattr(optimizer, "param_groups", ()):
         for index, parameter in enumerate(group["params"]):
@@ -86,7 +83,6 @@ def follow_parameters(
             group["params"][index] = replacement
             if parameter in optimizer.state:
                 optimizer.state[replacement] = optimizer.state.pop(parameter)
-            yield parameter, replacement
 
 
 def require_layers(selections: Iterable[tuple[nn.Module, LayerSelection]]) -> None:
@@ -126,33 +122,12 @@ def restore_layers(model: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
         weight = layer.weight
         if isinstance(weight, ScaledTensor):
             if id(weight) not in plain_weights:
-                plain = nn.Parameter(master_values(weight), requires_grad=weight.requires_grad)
+                plain = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
                 plain_weights[id(weight)] = (cast("nn.Parameter", weight), plain)
             layer.weight = plain_weights[id(weight)][1]
         layer.__class__ = nn.Linear  # type: ignore[assignment]
         del layer.__dict__["fp8_recipe"]
     return list(plain_weights.values())
-
-
-class MasterReader(contracts.ShardReader):
-    """Reads weights of MS-AMP's level O3: what one process has in FP16 is what was trained."""
-
-    def is_cut(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, ScaledTensor) and tensor.owner is not None
-
-    def local_pieces(self, tensor: Any, held: object = None) -> list[contracts.Piece]:
-        return [] if tensor.master is None else [(0, tensor.master.dequantize().reshape(-1))]
-
-    def assign(self, tensor: Any, whole: torch.Tensor) -> None:
-        tensor.store(whole)
-        if tensor.master is not None:
-            tensor.master.store(whole)
-
-    def take_back(self, module: nn.Module, remembered: contracts.Remembered) -> bool:
-        return bool(restore_layers(module))
-
-
-MASTER_READER = MasterReader()
 
 
 class Fp8Precision(Bf16):

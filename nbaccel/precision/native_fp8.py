@@ -7,11 +7,9 @@ weights, gradients and moments, too:
     level  weight        gradient  first, second moment   bytes per parameter with AdamW
     O1     FP16, scaled  E4M3      float32, float32       2 + 1 + 4 + 4 = 11
     O2     FP16, scaled  E4M3      E4M3, FP16             2 + 1 + 1 + 2 = 6
-    O3     E4M3          E4M3      as O2, divided         1 + 1 + (1 + 2 + 2) / processes
 
-FP8-LM (arXiv 2310.18313) describes them; O3 keeps an FP16 master of each weight where its moments
-are. They hold for the weights of linear layers; at O2 and O3 all moments are short. The package
-`msamp` is not used: it cannot be installed beside a current torch.
+FP8-LM (arXiv 2310.18313) describes them. They hold for the weights of linear layers; at O2 all
+moments are short. The package `msamp` is not used: it cannot be installed beside a current torch.
 """
 
 from __future__ import annotations
@@ -25,12 +23,11 @@ import torch
 from torch import nn
 
 from nbaccel.base.errors import ConfigError
-from nbaccel.base.trees import names_by_tensor
 from nbaccel.plan.contracts.training import Bundle, PrecisionSettings
 from nbaccel.precision import fp8_layers
 from nbaccel.precision.fp8.gradient_exchange import ScaledGradients
 from nbaccel.precision.fp8.linear import AmaxHistory, Fp8Linear, LayerRecipe, convert_layer
-from nbaccel.precision.fp8.scaled_adam import ScaledAdam, owners_of
+from nbaccel.precision.fp8.scaled_adam import ScaledAdam
 from nbaccel.precision.fp8.scaled_tensor import E4M3, E5M2, FP16, ScaledTensor, accumulation_format
 
 
@@ -127,7 +124,6 @@ class MsAmpFp8(NativeFp8):
 
     def __init__(self, settings: PrecisionSettings) -> None:
         super().__init__(settings)
-        self._optimizers: list[ScaledAdam] = []
         self._averaging: WeakKeyDictionary[nn.Module, ScaledGradients] = WeakKeyDictionary()
 
     def convert(self, bundle: Bundle) -> Bundle:
@@ -143,20 +139,11 @@ class MsAmpFp8(NativeFp8):
         weights = [weight for _, weight in _scaled_weights(model) if weight.requires_grad]
         self._averaging[model] = ScaledGradients(weights, self._weight_gradients, is_synced)
 
-    def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """See :meth:`Precision.full_state`: at O3 the masters' values."""
-        names = names_by_tensor(model.named_parameters(remove_duplicate=False))
-        for optimizer in self._optimizers:
-            for parameter, values in optimizer.masters():
-                state |= dict.fromkeys(names.get(id(parameter), ()), values)
-        return state
-
     def describe(self) -> str:
         return f"MS-AMP's {self.fp8.opt_level}, {super().describe()}"
 
     def convert_model(self, model: nn.Module, selection: fp8_layers.LayerSelection) -> nn.Module:
         super().convert_model(model, selection)
-        weight_format = E4M3 if self.fp8.opt_level == "O3" else FP16
         short_weights = {
             id(weight): weight for weight in fp8_layers.unshared_weights(model, selection)
         }
@@ -165,7 +152,7 @@ class MsAmpFp8(NativeFp8):
             if id(weight) not in short_weights:
                 continue
             if weight not in self._became:
-                self._became[weight] = nn.Parameter(ScaledTensor.of(weight, weight_format))
+                self._became[weight] = nn.Parameter(ScaledTensor.of(weight, FP16))
             layer.weight = self._became[weight]
         return model
 
@@ -175,17 +162,8 @@ class MsAmpFp8(NativeFp8):
                 f"fp8 with MS-AMP's levels got {type(optimizer).__name__}, which stands for an "
                 "optimizer of DeepSpeed: it would not know these weights. Give torch.optim.AdamW."
             )
-        followed = fp8_layers.follow_parameters(optimizer, self._became.get)
-        first_values = {id(replacement): parameter.detach() for parameter, replacement in followed}
-        if self.fp8.opt_level == "O1":
-            return optimizer
-        owners: dict[int, int] = {}
-        if self.fp8.opt_level == "O3":
-            parameters = [item for group in optimizer.param_groups for item in group["params"]]
-            owners = owners_of(parameters, self.settings.world_size)
-        scaled_optimizer = ScaledAdam(optimizer, owners, first_values)
-        self._optimizers.append(scaled_optimizer)
-        return scaled_optimizer
+        fp8_layers.follow_parameters(optimizer, self._became.get)
+        return optimizer if self.fp8.opt_level == "O1" else ScaledAdam(optimizer)
 
 
 def _scaled_weights(model: nn.Module) -> Iterator[tuple[str, ScaledTensor]]:

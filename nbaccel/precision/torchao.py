@@ -61,7 +61,7 @@ class TorchaoFp8(Fp8Precision):
                 float8.precompute_float8_dynamic_scale_for_fsdp(model)
 
         for optimizer in bundle.optimizers:
-            list(follow_parameters(optimizer, self._became.get))
+            follow_parameters(optimizer, self._became.get)
             if self._configuration.enable_fsdp_float8_all_gather and isinstance(
                 optimizer, torch.optim.Optimizer
             ):

@@ -128,11 +128,6 @@ class DdpStrategy(Strategy):
             self._precision.average_gradients(model, lambda: bool(ddp.require_backward_grad_sync))
         return ddp
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """See :meth:`Strategy.model_state`; a collective where the precision keeps more digits."""
-        inner_model = self.unwrap(model)
-        return self._precision.full_state(inner_model, dict(inner_model.state_dict()))
-
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`; a collective where the state is divided."""
         if not hasattr(optimizer, "consolidate_state_dict"):

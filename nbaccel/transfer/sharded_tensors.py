@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from nbaccel.base import torch_private
-from nbaccel.config.capabilities import FP8_BACKENDS, STRATEGIES
-from nbaccel.config.capability_rows import Fp8Row, StrategyRow
+from nbaccel.config.capabilities import STRATEGIES
 from nbaccel.plan import registry
 from nbaccel.plan.contracts.training import ShardReader
 from nbaccel.transfer import memfd
@@ -199,8 +198,7 @@ def shard_readers(*, loaded_only: bool = True) -> Iterator[ShardReader]:
 
 
 def _reader_paths(*, loaded_only: bool = True) -> Iterator[str]:
-    rows: list[StrategyRow | Fp8Row] = [*STRATEGIES, *FP8_BACKENDS]
-    for row in rows:
+    for row in STRATEGIES:
         # Reading the shards of a library imports it, which takes seconds.
         if row.shards and (row.library in sys.modules or not loaded_only):
             yield row.shards

@@ -185,7 +185,6 @@ def test_where_all_is_well_nothing_is_warned_of_and_settings_that_nobody_reads_a
         ({"backend": "te", "recipe": "mxfp8"}, with_gpus(1), "10.0 or newer and below 12.0; this"),
         ({"backend": "ao", "recipe": "rowwise"}, with_gpus(1, (8, 9)), "this one has 8.9"),
         ({"backend": "native", "fp8_format": "E5M2"}, with_gpus(1), "two bits of mantissa"),
-        ({"backend": "msamp", "opt_level": "O3"}, with_gpus(1), "this is one process"),
     ],
 )
 def test_eight_bits_that_cannot_be_are_refused(monkeypatch, fp8, machine, told):

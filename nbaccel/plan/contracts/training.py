@@ -187,10 +187,6 @@ class Precision:
         hand ends a group of accumulated ones.
         """
 
-    def full_state(self, model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """A converted model's state dict with all digits kept beside the model; a collective."""
-        return state
-
     def state_dict(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """What a checkpoint needs beside weights and optimizers; empty where that is nothing."""
         return {}
@@ -346,7 +342,7 @@ class ShardReader:
     """Reads one library's shards: a module with these functions, or an object of a subclass.
 
     DTensors say themselves which elements a process has; a library with placeholders (ZeRO-3), or
-    with copies of higher precision (ZeRO-1 and 2, MS-AMP's O3), has a reader in its capability row.
+    with copies of higher precision (ZeRO-1 and 2), has a reader in its capability row.
     The defaults are those of a library without engines and placeholders.
     """
 

@@ -112,10 +112,6 @@ class ScaledTensor(torch.Tensor):
 
     payload: torch.Tensor
     inverse_scale: torch.Tensor
-    # The process that has the master of a weight; None where there is none.
-    owner: int | None = None
-    # That master, if it is here: the same values with more digits.
-    master: ScaledTensor | None = None
 
     @staticmethod
     def __new__(

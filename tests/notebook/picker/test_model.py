@@ -140,9 +140,6 @@ def test_fp8_opens_its_recipe_and_greys_what_it_does_not_have():
     picker.choose("fp8.backend", "msamp")
     assert picker.is_shown("fp8.opt_level")
     assert not picker.is_shown("fp8.fp8_format")
-    assert "divides the optimizer's state" in reasons(picker, "fp8.opt_level")["O3"]
-    picker.choose("num_processes", 2)
-    assert reasons(picker, "fp8.opt_level")["O3"] == ""
 
 
 def test_a_tpu_is_offered_with_its_driver_its_precisions_and_its_memory():
