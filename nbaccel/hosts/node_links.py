@@ -110,6 +110,14 @@ class _RemoteWorker:
                 if self.channel.send_packet(content, fds):
                     return
 
+    def put_display(self, content: bytes, files: Sequence[int]) -> None:
+        """The same, before what it prints next: see `Channel.send_in_turn`."""
+        waiting, taken = os.pipe()
+        with memfd.closing_files(waiting):
+            with memfd.closing_files(taken):
+                self.put_packet(content, [taken, *files])
+            messaging.wait([waiting], time_limits.DISPLAY_S)
+
     def close(self) -> None:
         self.channel.close()
         memfd.close_all(self.pipes.values())
@@ -236,6 +244,9 @@ class NodeLink:
                 message = None
             if isinstance(message, messaging.Leaves):
                 message.note_in(worker.leftovers)
+                return
+            if isinstance(message, (messaging.Display, messaging.ClearOutput)):
+                worker.put_display(content, fds[1:])
                 return
             report = getattr(message, "weight_report", None)
             if report is not None:

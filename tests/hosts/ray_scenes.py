@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+from IPython.display import display
 from torch import nn
 
 from tests.hosts.one_ray import RAY_VARIABLES
@@ -50,6 +51,10 @@ def train(model: nn.Module) -> dict[str, Any]:
         ddp(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
     print(f"rank {dist.get_rank()} has trained")
+    for i in range(5 if dist.get_rank() == 3 else 0):
+        print(f"before {i}")
+        display({"text/plain": f"picture {i}"}, raw=True)
+        print(f"after {i}")
     return {"rank": dist.get_rank(), "world": dist.get_world_size(), "parent": os.getppid()}
 
 

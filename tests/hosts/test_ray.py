@@ -57,6 +57,9 @@ def test_workers_on_several_nodes_train_as_those_of_one_machine(scenes):
     assert outcome["equals one host"]
     for rank in range(4):
         assert f"rank {rank} has trained" in outcome["output"]
+    lines = [line.removeprefix("[3] ") for line in outcome["output"].splitlines()]
+    shown = [line for line in lines if line.partition(" ")[0] in ("before", "picture", "after")]
+    assert shown == [f"{what} {i}" for i in range(5) for what in ("before", "picture", "after")]
     assert "ray" in outcome["plan"]
 
 
