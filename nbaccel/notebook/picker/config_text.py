@@ -133,6 +133,8 @@ def mistakes_in_text(text: str, check: Callable[[str], object]) -> tuple[TextMis
         lines = dict(_keys_of(root, ()))  # where each key stands
         mistakes = [(_line_of(mistake, lines), str(mistake)) for mistake in error.args]
         return tuple(sorted(mistakes, key=lambda found: found[0] or len(text)))
+    except UnicodeError as error:  # half of a pair of surrogates, as some editors paste
+        return ((None, str(error)),)
     return ()
 
 
