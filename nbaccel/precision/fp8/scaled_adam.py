@@ -15,7 +15,7 @@ place of BF16 or E4M3, and would be lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -128,13 +128,10 @@ class ScaledAdam(Optimizer):
         # torch would cast stored tensors to the dtype that parameters seem to have.
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
-        for number, parameter in enumerate(self._parameters()):
+        parameters = (item for group in self.param_groups for item in group["params"])
+        for number, parameter in enumerate(parameters):
             if number in saved_state:
                 self.state[parameter] = self._stored_state(parameter, saved_state[number])
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
 
 
 def _plain(values: Any) -> torch.Tensor:
