@@ -420,8 +420,8 @@ def _platform_problem(found: Inventory, method: Choice) -> str:
             "num_processes=1, or use a Python for Linux 3.17 and glibc 2.27 or later."
         )
     return (
-        f"Separate workers cannot be started on {found.platform!r}, which has no memory files. "
-        "Give num_processes=1, or use Linux (WSL, Docker)."
+        f"Separate workers cannot be started on {found.platform!r}, which has no memory files "
+        "(os.memfd_create). Give num_processes=1, or use Linux (WSL, Docker)."
     )
 
 

@@ -115,6 +115,9 @@ def become(system: str) -> None:
     import safetensors.torch
     import torch._dynamo
 
+    def no_such_path(path: os.PathLike[str]) -> None:
+        raise FileNotFoundError(path)  # as Windows, whose call is another one, does of /dev/shm
+
     # They choose their own parts by the system when they are imported.
     assert all((ipywidgets, psutil, safetensors, torch._dynamo, sysconfig.get_config_vars()))
     for lacking in [LINUX_ALONE, NOT_IN_WINDOWS][: 2 if system == "win32" else 1]:
@@ -124,6 +127,7 @@ def become(system: str) -> None:
     if system == "win32":
         sys.modules.update(dict.fromkeys(("fcntl", "resource", "termios", "pwd", "pty"), None))
         ctypes.CDLL = None  # None as its argument, for the C library, is an error in Windows
+        shutil.disk_usage = no_such_path
     sys.platform = system
 
 
