@@ -242,6 +242,7 @@ _STREAMS = ("stderr", "stdout")
 
 def _logging_settings() -> bytes:
     carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
+    is_librarys = functools.cache(_is_librarys)
     # A copy, because another thread may make a logger meanwhile.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         # Libraries make hundreds, most of which nobody has configured.
@@ -249,7 +250,7 @@ def _logging_settings() -> bytes:
             logger.level or logger.handlers or logger.disabled or not logger.propagate
         ):
             continue
-        if not _is_librarys(name):
+        if not is_librarys(name.partition(".")[0]):
             carried[name] = _describe(logger)
         elif logger.level:
             carried[name] = (logger.level, *_UNSET[1:])
@@ -260,9 +261,8 @@ def _describe(logger: logging.Logger) -> _LoggerSettings:
     return logger.level, logger.propagate, logger.disabled, tuple(_handler_settings(logger))
 
 
-def _is_librarys(name: str) -> bool:
-    """Whether a logger has the name of an installed package that is in use."""
-    package = name.partition(".")[0]
+def _is_librarys(package: str) -> bool:
+    """Whether loggers have the name of an installed package that is in use."""
     module = sys.modules.get(package) or sys.modules.get(package.lower())
     return package != "__main__" and _is_in_library(getattr(module, "__file__", None) or "")
 
@@ -280,9 +280,12 @@ def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
         else:
             target = _stream_of(handler)
         parts = b""
-        if handler.formatter is not None or handler.filters:
+        if target and (handler.formatter is not None or handler.filters):
+            # cloudpickle, for classes of the user's, takes much longer, and is asked at each cell.
+            is_plain = type(handler.formatter) is logging.Formatter and not handler.filters
+            dump = pickle.dumps if is_plain else pickling.dumps_with_lines
             with contextlib.suppress(Exception):  # the user's own class may raise anything
-                parts = pickling.dumps_with_lines((handler.formatter, handler.filters))
+                parts = dump((handler.formatter, handler.filters))
         if target:
             yield target, getattr(handler, "encoding", None), handler.level, parts
 
