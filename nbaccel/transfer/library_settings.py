@@ -33,10 +33,10 @@ from nbaccel.base.training_libraries import patch_module
 from nbaccel.transfer import pickling
 
 
-def _decimal_context() -> decimal.Context:
+def _decimal_context() -> bytes:
     context = decimal.getcontext().copy()
     context.clear_flags()
-    return context
+    return pickle.dumps(context)  # contexts themselves are never equal
 
 
 _GIVEN_FILTERS: list[Any] = []
@@ -93,6 +93,7 @@ _ATTRIBUTES = (
     "torch.backends.cudnn.deterministic",
 )
 _SETTERS: dict[str, Callable[[Any], object]] = {
+    "decimal.setcontext": lambda pickled: decimal.setcontext(pickle.loads(pickled)),
     "warnings.filters": _set_warning_filters,
     "locale.setlocale": functools.partial(locale.setlocale, locale.LC_ALL),
     "torch.serialization.add_safe_globals": _add_safe_globals,
@@ -199,8 +200,7 @@ class LibrarySettings:
         given = pickle.loads(content)
         if given == self._given:
             return
-        known = self._given
-        self._given = given
+        known, self._given = self._given, given
         if given[_LOGGING] != known[_LOGGING]:
             _, settings_before = pickle.loads(known[_LOGGING])
             logging.root.manager.disable, settings = pickle.loads(given[_LOGGING])
