@@ -199,9 +199,9 @@ def measure(results: Results, revision: str, num_rounds: int) -> None:
                     trip = undisturbed(pipe_trips(*pipe))
                     results.of(f"r {what}", PIPE).values.append(trip)
                 say(f"round {number + 1} of {num_rounds}")
+            kernels[NEW].watch_parts()
             try:
-                for kernel in kernels.values():
-                    kernel.watch_parts()
+                kernels[OLD].watch_parts()
             except RuntimeError:
                 say(f"{revision} has other modules: parts are not timed")
                 num_part_rounds = 0

@@ -312,7 +312,8 @@ class _Stage(NamedTuple):
     most_full: float = 3  # times that may be there before lines are dropped
 
 
-# Just below Jupyter's megabyte a second. When a worker ends, a pipe full of short lines is read.
+# Just below Jupyter's limit of a megabyte a second, so that the server drops nothing. When a worker
+# ends, its pipe is read to the end, which may be full of short lines: none of them is dropped.
 _WHOLE = _Stage(900_000, 90_000, 20_000, 1_200_000, most_full=30)
 _SLOW = _Stage(100_000, 100_000, 100, 50_000)
 _ENDING = _Stage(math.inf, math.inf, 200, 200_000)

@@ -281,11 +281,8 @@ def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
             target = _stream_of(handler)
         parts = b""
         if target and (handler.formatter is not None or handler.filters):
-            # cloudpickle, for classes of the user's, takes much longer, and is asked at each cell.
-            is_plain = type(handler.formatter) is logging.Formatter and not handler.filters
-            dump = pickle.dumps if is_plain else pickling.dumps_with_lines
             with contextlib.suppress(Exception):  # the user's own class may raise anything
-                parts = dump((handler.formatter, handler.filters))
+                parts = pickling.dumps_with_lines((handler.formatter, handler.filters))
         if target:
             yield target, getattr(handler, "encoding", None), handler.level, parts
 
