@@ -408,8 +408,7 @@ class Accelerator(TrainingCheckpoints):
 
     def check_trigger(self) -> bool:
         """Whether any process has set the flag since the last call, which resets it."""
-        set_here = self._trigger
-        self._trigger = False
+        set_here, self._trigger = self._trigger, False
         return any(self._collectives.answers("check_trigger", set_here))
 
     @property

@@ -144,8 +144,9 @@ class Pool:
         self._told_of_weights: dict[tuple[str, str], str] = {}
         self._num_calls = 0
         self._has_sent_changes = False
-        self._folder = current_folder()
-        self._variables = env.snapshot()
+        # Rank → the folder, environment and settings that the notebook had at its last cell.
+        told = current_folder(), env.snapshot(), b""
+        self._told = dict.fromkeys(range(self.plan.num_processes), told)
 
     @property
     def state(self) -> PoolState:
@@ -285,6 +286,8 @@ class Pool:
             clean_up.enter_context(closing_files(*packed.payload_fds))
             receiver = clean_up.enter_context(packed.staged(share_back=self.config.share_back))
             clean_up.enter_context(uninterrupted())
+            # It brings the settings of now.
+            self._told |= {rank: (*self._told[rank][:2], b"") for rank in asked}
             tasks = dict.fromkeys(asked, packed.task(receiver))
             result = self._show_tasks(group, tasks, title=call_title(function, args))
             try:
@@ -364,21 +367,22 @@ class Pool:
     # ---- tasks
 
     def _run_cell(self, group: Group, source: CellSource, ranks: Sequence[int]) -> CallResult:
-        folder = self._folder
-        variables = self._variables
-        self._folder = current_folder()
-        self._variables = env.snapshot()
-        arguments = {
-            "source": source,
-            # What has changed since the last cell; None for a variable that is gone.
-            "directory": self._folder if self._folder != folder else None,
-            "environment": dict.fromkeys(variables.keys() - self._variables.keys())
-            | dict(self._variables.items() - variables.items()),
-            "settings": library_settings(),
-        }
+        folder, variables, settings = now = current_folder(), env.snapshot(), library_settings()
+        tasks: dict[int, tuple[PoolTask, Sequence[int]]] = {}
+        for told in {id(self._told[rank]): self._told[rank] for rank in ranks}.values():
+            arguments = {
+                "source": source,
+                # What has changed since these ranks' last cell; None for a variable that is gone.
+                "directory": folder if folder != told[0] else None,
+                "environment": dict.fromkeys(told[1].keys() - variables.keys())
+                | dict(variables.items() - told[1].items()),
+                "settings": settings if settings != told[2] else b"",
+            }
+            task = PoolTask("run_cell", arguments)
+            tasks |= {rank: (task, ()) for rank in ranks if self._told[rank] is told}
+        self._told |= dict.fromkeys(ranks, now)
         self._activity = f"cell In[{source.count}]" if source.count else ""
         try:
-            tasks = dict.fromkeys(ranks, (PoolTask("run_cell", arguments), ()))
             return self._show_tasks(group, tasks, title=self._activity)
         finally:
             self._activity = ""

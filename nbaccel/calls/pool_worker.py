@@ -157,7 +157,8 @@ class CellWorker:
         if directory is not None:
             self._context.go_to(directory)
         env.update(environment)
-        self._context.settings.follow(settings)
+        if settings:
+            self._context.settings.follow(settings)
         self._names.begin()
         self._context.begin_reports(self._channel)
         self._busy = True

@@ -187,8 +187,7 @@ class Supervisor:
         finally:
             result.members = tuple(self.participants())
             if self._show is not None:
-                show = self._show
-                self._show = None
+                show, self._show = self._show, None
                 # The front end must not be left with an unfinished display.
                 with processes.uninterrupted():
                     show.end(self, self._ending())

@@ -131,8 +131,7 @@ class _BundleHook(DisplayHook):
 
     def take(self) -> dict[str, Any] | None:
         """The value, once."""
-        bundle = self.bundle
-        self.bundle = None
+        bundle, self.bundle = self.bundle, None
         return bundle
 
     def write_output_prompt(self) -> None:
@@ -246,8 +245,7 @@ class WorkerShell(InteractiveShell):
         self._errors = []
         self._raised = None
         result = self.run_cell(source.text, store_history=False)
-        errors = self._errors
-        self._errors = []
+        errors, self._errors = self._errors, []
         self._raised = None
         if not errors:
             return hook.take()

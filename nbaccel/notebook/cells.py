@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 
@@ -28,6 +28,7 @@ class Cells:
         self._shell = shell
         self._serial = itertools.count(1)
         self._raw = ""
+        self._stack: list[tuple[str, int]] = []
 
     def load(self) -> Callable[[], None]:
         """Register for events and transform cells; returns what undoes that."""
@@ -67,7 +68,7 @@ class Cells:
 
     def _count(self) -> int:
         # IPython 9 increments its counter before a cell, others afterwards; the name is right.
-        cell_numbers = (cell_number(name) for name, _ in _user_lines())
+        cell_numbers = (cell_number(name) for name, _ in self._stack)
         numbers = (number for number in cell_numbers if number is not None)
         return next(numbers, int(self._shell.execution_count))
 
@@ -85,7 +86,8 @@ class Cells:
 
     def as_written(self) -> None:
         """Let errors show the magic's line as written, not the call that IPython makes of it."""
-        for name, line_number in _user_lines():
+        self._stack = _user_lines()
+        for name, line_number in self._stack:
             entry = linecache.cache.get(name)
             # An entry that linecache fills in later has one item and no lines yet.
             if entry is None or len(entry) != 4 or line_number > len(entry[2]):
@@ -118,14 +120,13 @@ def with_a_body(lines: list[str]) -> list[str]:
     return [*lines, "\n"] if len(filled) == 1 and is_for_us(filled[0]) else lines
 
 
-def _user_lines() -> Iterator[tuple[str, int]]:
+def _user_lines() -> list[tuple[str, int]]:
     """File and line of each top-level frame of the user's code in the present call stack."""
-    for frame, line_number in traceback.walk_stack(None):
-        code = frame.f_code
+    return [
+        (frame.f_code.co_filename, line_number)
+        for frame, line_number in traceback.walk_stack(None)
         # First the sign that all names of such code have: a stack has dozens of functions.
-        if (
-            code.co_name[0] == "<"
-            and is_module(code.co_name)
-            and not Frame(file=code.co_filename, line=0, function="").is_library
-        ):
-            yield code.co_filename, line_number
+        if frame.f_code.co_name[0] == "<"
+        and is_module(frame.f_code.co_name)
+        and not Frame(file=frame.f_code.co_filename, line=0, function="").is_library
+    ]

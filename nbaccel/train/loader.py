@@ -87,8 +87,7 @@ class LoaderPosition:
 
     def put_back(self) -> dict[str, Any] | None:
         """Go back to the beginning of the restored epoch, once."""
-        state = self.restored_state
-        self.restored_state = None
+        state, self.restored_state = self.restored_state, None
         if state is not None:
             rng.restore_rng_states(_HOST_PLACE, state["start"]["process"])
             self._set_draw_states(state["start"]["generators"])

@@ -142,9 +142,11 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
 def _read_all() -> dict[str, Any]:
     settings = {}
     for name, read in _SETTINGS.items():
-        # torch refuses where old and new ways to set a precision were mixed.
-        with contextlib.suppress(RuntimeError, AttributeError):
+        try:
             settings[name] = read()
+        # torch refuses where old and new ways to set a precision were mixed.
+        except (RuntimeError, AttributeError):
+            continue
     return settings
 
 
@@ -238,11 +240,11 @@ _LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
 """A logger's level, whether it propagates and is disabled, and its handlers."""
 _UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())
 _STREAMS = ("stderr", "stdout")
+_OF_LIBRARIES: set[str] = set()  # loggers that are known to be
 
 
 def _logging_settings() -> bytes:
     carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
-    is_librarys = functools.cache(_is_librarys)
     # A copy, because another thread may make a logger meanwhile.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         # Libraries make hundreds, most of which nobody has configured.
@@ -250,9 +252,12 @@ def _logging_settings() -> bytes:
             logger.level or logger.handlers or logger.disabled or not logger.propagate
         ):
             continue
-        if not is_librarys(name.partition(".")[0]):
-            carried[name] = _describe(logger)
-        elif logger.level:
+        if name not in _OF_LIBRARIES:
+            if not _is_librarys(name.partition(".")[0]):
+                carried[name] = _describe(logger)
+                continue
+            _OF_LIBRARIES.add(name)
+        if logger.level:
             carried[name] = (logger.level, *_UNSET[1:])
     return pickle.dumps((logging.root.manager.disable, carried))
 
@@ -264,12 +269,8 @@ def _describe(logger: logging.Logger) -> _LoggerSettings:
 def _is_librarys(package: str) -> bool:
     """Whether loggers have the name of an installed package that is in use."""
     module = sys.modules.get(package) or sys.modules.get(package.lower())
-    return package != "__main__" and _is_in_library(getattr(module, "__file__", None) or "")
-
-
-@functools.cache  # asked for each logger before each cell
-def _is_in_library(file: str) -> bool:
-    return Frame(file=file, line=0, function="").is_library
+    frame = Frame(file=getattr(module, "__file__", None) or "", line=0, function="")
+    return package != "__main__" and frame.is_library
 
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:

@@ -66,8 +66,7 @@ class PreparedUpdate:
 
     def close(self) -> None:
         """Give up the descriptors."""
-        fds = self.fds
-        self.fds = []
+        fds, self.fds = self.fds, []
         memfd.close_all(fds)
 
 

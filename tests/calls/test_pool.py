@@ -47,6 +47,7 @@ def test_cells_keep_names_show_values_once_where_equal_and_run_on_some_ranks(poo
 def test_cells_follow_the_notebook_and_no_error_ends_workers(pool, tmp_path, monkeypatch, names):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NBACCEL_PROBE", "changed")
+    pool.run("here = None", ranks=[0])  # the other is not told of what has changed until its next
     pool.run("import os; here, probe = os.getcwd(), os.environ['NBACCEL_PROBE']")
     assert pool.pull("here", "probe") == {"here": [str(tmp_path)] * 2, "probe": ["changed"] * 2}
 

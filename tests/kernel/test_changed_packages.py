@@ -117,6 +117,9 @@ def test_cells_follow_settings_and_keep_their_own(fresh_kernel):
         assert fresh_kernel.run(shown).check().stdout == "[0-1] [0.33333]\n"
         fresh_kernel.run("np.set_printoptions(precision=3)").check()
         assert fresh_kernel.run(shown).check().stdout == "[0-1] [0.333]\n"
+        fresh_kernel.run("np.set_printoptions(precision=2); live.call(len, [])").check()
+        fresh_kernel.run("np.set_printoptions(precision=3)").check()
+        assert fresh_kernel.run(shown).check().stdout == "[0-1] [0.333]\n"
     finally:
         fresh_kernel.run("live.stop()").check()
 
