@@ -194,9 +194,8 @@ def has_magic(magic_name: str) -> bool:
 
 def running_shell() -> Any:
     """IPython's shell in this process, or None; IPython is not imported for it."""
-    # Without it where IPython is being imported just now. Not by the package, which looks it up.
-    module = sys.modules.get("IPython.core.getipython")
-    return getattr(module, "get_ipython", lambda: None)()
+    # Without it where IPython is being imported just now.
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 _ANSI_RED = "\x1b[31m"
