@@ -49,9 +49,7 @@ def read_file(path: Path) -> str:
 def replace_all(environment: Mapping[str, str]) -> None:
     """Make the environment exactly ``environment``: what it lacks is unset."""
     # Not clear() + update(): another thread would see an environment without PATH or HOME.
-    for name in [name for name in os.environ if name not in environment]:
-        del os.environ[name]
-    os.environ.update(environment)
+    update(dict.fromkeys(os.environ.keys() - environment.keys()) | dict(environment))
 
 
 @contextmanager
@@ -70,10 +68,8 @@ def flag(variable_name: str) -> bool | None:
     variable_text = os.environ.get(variable_name, "").strip()
     if not variable_text:
         return None
-    if variable_text.lower() in YES_WORDS:
-        return True
-    if variable_text.lower() in NO_WORDS:
-        return False
+    if variable_text.lower() in YES_WORDS | NO_WORDS:
+        return variable_text.lower() in YES_WORDS
     raise ConfigError(
         f"Environment variable {variable_name} must be yes or no: got {variable_text!r}. "
         "Guessing could turn on what you meant to turn off. Set it to 1 or 0, or unset it."

@@ -248,17 +248,13 @@ def _logging_settings() -> bytes:
     # A copy, because another thread may make a logger meanwhile.
     for name, logger in list(logging.root.manager.loggerDict.items()):
         # Libraries make hundreds, most of which nobody has configured.
-        if not isinstance(logger, logging.Logger) or not (
+        if name in _OF_LIBRARIES or _is_librarys(name):
+            if level := getattr(logger, "level", logging.NOTSET):
+                carried[name] = (level, *_UNSET[1:])
+        elif isinstance(logger, logging.Logger) and (
             logger.level or logger.handlers or logger.disabled or not logger.propagate
         ):
-            continue
-        if name not in _OF_LIBRARIES:
-            if not _is_librarys(name.partition(".")[0]):
-                carried[name] = _describe(logger)
-                continue
-            _OF_LIBRARIES.add(name)
-        if logger.level:
-            carried[name] = (logger.level, *_UNSET[1:])
+            carried[name] = _describe(logger)
     return pickle.dumps((logging.root.manager.disable, carried))
 
 
@@ -266,11 +262,14 @@ def _describe(logger: logging.Logger) -> _LoggerSettings:
     return logger.level, logger.propagate, logger.disabled, tuple(_handler_settings(logger))
 
 
-def _is_librarys(package: str) -> bool:
-    """Whether loggers have the name of an installed package that is in use."""
+def _is_librarys(name: str) -> bool:
+    """Whether a logger has the name of an installed package that is in use."""
+    package = name.partition(".")[0]
     module = sys.modules.get(package) or sys.modules.get(package.lower())
-    frame = Frame(file=getattr(module, "__file__", None) or "", line=0, function="")
-    return package != "__main__" and frame.is_library
+    file = package != "__main__" and getattr(module, "__file__", None)
+    if file and Frame(file=file, line=0, function="").is_library:
+        _OF_LIBRARIES.add(name)
+    return name in _OF_LIBRARIES
 
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:

@@ -207,7 +207,7 @@ class Ended:
 # ---- notebook → worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FileHints:
     """What a message means for memory files, for a process that copies them to another host."""
 
@@ -340,7 +340,7 @@ class Failed:
     payload: PackedObject | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Whereabouts:
     """Where the main thread is, and what the worker has in memory."""
 
