@@ -48,6 +48,8 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; serve({fd})"
 )
+# What each launch imports into the notebook, and each template by itself.
+_OWN_PACKAGES = frozenset({"nbaccel", "cloudpickle", "xxhash"})
 _FEW_MODULES = 20  # cells import some without saying so: not worth a new template
 _MESSAGE_CHARS = 2000
 _PACKET_BYTES = 1 << 20
@@ -121,11 +123,11 @@ class TemplateProcess:
         """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
-        # nbaccel's own alone are not worth it.
+        # nbaccel's own, which come with the first launch, are there or not worth it.
         names = [
             name
             for name in installed_modules().keys() - self.modules
-            if _package_of(name) not in left_out and _package_of(name) != "nbaccel"
+            if _package_of(name) not in _OWN_PACKAGES.union(left_out)
         ]
         lacked = {_package_of(name) for name in names}
         has_new = not lacked <= set(map(_package_of, self.modules))

@@ -133,6 +133,21 @@ def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templat
     assert say(clean, asks) == "[True, True]"
 
 
+def test_the_first_launch_of_a_kernel_finds_the_template_as_it_wants_it(packages):
+    just_imported = "import torch\nfrom nbaccel import notebook_launcher" + THREAD
+    with start(packages, just_imported) as kernel:
+        assert say(
+            kernel,
+            """
+            from nbaccel.workers import template
+            template.template_for().wait(lambda _: None, lambda _: True)
+            made = template.running()
+            print(notebook_launcher(lambda: 1, (), 2).plan.start_method)
+            print(template.running() == made, template.template_for().is_ready())
+            """,
+        ).split() == ["template", "True", "True"], "what a launch imports asks for another one"
+
+
 def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(clean, tmp_path):
     (tmp_path / "beside.py").write_text(NOTE)
     say(clean, f"sys.path.insert(0, {str(tmp_path)!r}); import beside")
