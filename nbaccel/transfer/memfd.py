@@ -14,7 +14,6 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from nbaccel.base import mapped_files
 
 PAGE_BYTES = mmap.PAGESIZE
+_ENTRIES_AT_ONCE = 1 << 13
 ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
 _READ_WRITE = 0x1 | 0x2  # read, write; the mmap module has no such names on Windows
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
@@ -149,15 +149,16 @@ class Mapping:
         """Which pages of a private mapping were written; all where the system does not tell."""
         end = self.nbytes if end is None else end
         num_pages = -(-(end - start) // PAGE_BYTES)
-        entries = b""
-        with contextlib.suppress(OSError), Path("/proc/self/pagemap").open("rb") as pagemap:
-            position = (self.address + start) // PAGE_BYTES * 8
-            entries = os.pread(pagemap.fileno(), num_pages * 8, position)
-        if len(entries) != num_pages * 8:
-            return [(start, end)]
+        flags = np.full(num_pages, 2, dtype=np.uint8)
+        # The same again and again: fresh memory would take several times what the reading does.
+        entries = np.empty(min(num_pages, _ENTRIES_AT_ONCE), dtype=np.uint64)
+        with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek((self.address + start) // PAGE_BYTES * 8)
+            for first in range(0, num_pages, _ENTRIES_AT_ONCE):
+                num_read = pagemap.readinto(entries[: num_pages - first].data) // 8
+                flags[first : first + num_read] = entries[:num_read] >> np.uint64(61)
         # Linux, admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).
-        flags = np.frombuffer(entries, dtype=np.uint64) >> np.uint64(61)
-        is_own = (flags >= 2) & (flags & np.uint64(1) == 0)
+        is_own = (flags >= 2) & (flags & 1 == 0)
         return [
             (start + first * PAGE_BYTES, min(start + last * PAGE_BYTES, end))
             for first, last in _runs(is_own)

@@ -129,6 +129,8 @@ class TemplateProcess:
             for name in installed_modules().keys() - self.modules
             if _package_of(name) not in _OWN_PACKAGES.union(left_out)
         ]
+        if not names:
+            return ()
         lacked = {_package_of(name) for name in names}
         has_new = not lacked <= set(map(_package_of, self.modules))
         return tuple(sorted(lacked)) if has_new or len(names) > _FEW_MODULES else ()
