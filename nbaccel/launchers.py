@@ -6,6 +6,7 @@ A façade: arguments become a `RunConfig`, `resolve` makes a `Plan` of it, `laun
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ if "ipykernel" in sys.modules:
     # Its imports take seconds.
     template.template_for(registry.prepare_notebook()).start_ahead()
     template.follow_cells()
+    if "torch" in sys.modules:  # what launches need beside it: the first one would wait for that
+        importlib.import_module("nbaccel.calls.launch")
 
 
 class Results(list[Any]):

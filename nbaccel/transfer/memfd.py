@@ -21,7 +21,6 @@ import numpy as np
 from nbaccel.base import mapped_files
 
 PAGE_BYTES = mmap.PAGESIZE
-_ENTRIES_AT_ONCE = 1 << 13
 ALIGNMENT = 64  # bytes: a cache line, and enough for every vector instruction torch uses
 _READ_WRITE = 0x1 | 0x2  # read, write; the mmap module has no such names on Windows
 _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not export it
@@ -151,10 +150,10 @@ class Mapping:
         num_pages = -(-(end - start) // PAGE_BYTES)
         flags = np.full(num_pages, 2, dtype=np.uint8)
         # The same again and again: fresh memory would take several times what the reading does.
-        entries = np.empty(min(num_pages, _ENTRIES_AT_ONCE), dtype=np.uint64)
+        entries = np.empty(1 << 13, dtype=np.uint64)
         with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek((self.address + start) // PAGE_BYTES * 8)
-            for first in range(0, num_pages, _ENTRIES_AT_ONCE):
+            for first in range(0, num_pages, len(entries)):
                 num_read = pagemap.readinto(entries[: num_pages - first].data) // 8
                 flags[first : first + num_read] = entries[:num_read] >> np.uint64(61)
         # Linux, admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).

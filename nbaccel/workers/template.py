@@ -48,8 +48,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; serve({fd})"
 )
-# What each launch imports into the notebook, and each template by itself.
-_OWN_PACKAGES = frozenset({"nbaccel", "cloudpickle", "xxhash"})
+_OWN_PACKAGES = frozenset({"nbaccel", "cloudpickle", "xxhash"})  # what each template has by itself
 _FEW_MODULES = 20  # cells import some without saying so: not worth a new template
 _MESSAGE_CHARS = 2000
 _PACKET_BYTES = 1 << 20
@@ -123,7 +122,7 @@ class TemplateProcess:
         """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
-        # nbaccel's own, which come with the first launch, are there or not worth it.
+        # The own ones, which come into the notebook with a launch, are there or not worth it.
         names = [
             name
             for name in installed_modules().keys() - self.modules
