@@ -151,10 +151,10 @@ class Mapping:
         flags = np.full(num_pages, 2, dtype=np.uint8)
         # The same again and again: fresh memory would take several times what the reading does.
         entries = np.empty(1 << 13, dtype=np.uint64)
-        with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek((self.address + start) // PAGE_BYTES * 8)
+        with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb") as pagemap:
             for first in range(0, num_pages, len(entries)):
-                num_read = pagemap.readinto(entries[: num_pages - first].data) // 8
+                at = ((self.address + start) // PAGE_BYTES + first) * 8
+                num_read = os.preadv(pagemap.fileno(), [entries[: num_pages - first].data], at) // 8
                 flags[first : first + num_read] = entries[:num_read] >> np.uint64(61)
         # Linux, admin-guide/mm/pagemap: present (bit 63) or swapped (62), no file's (61).
         is_own = (flags >= 2) & (flags & 1 == 0)
