@@ -163,14 +163,12 @@ class NodeActor:
         """Bytes of a staging file, in parts: lists of first byte, array of uint8."""
         part: list[tuple[int, Any]] = []
         num_bytes = 0
-        for first_byte, end_byte in ranges:
-            for start in range(first_byte, end_byte, _PART_BYTES):
-                end = min(end_byte, start + _PART_BYTES)
-                part.append((start, _bytes_of(self._files[number], (start, end))))
-                num_bytes += end - start
-                if num_bytes >= _PART_BYTES:
-                    yield part
-                    part, num_bytes = [], 0
+        for start, end in memfd.pieces(ranges, _PART_BYTES):
+            part.append((start, _bytes_of(self._files[number], start, end)))
+            num_bytes += end - start
+            if num_bytes >= _PART_BYTES:
+                yield part
+                part, num_bytes = [], 0
         yield part
 
     def take(
@@ -278,18 +276,15 @@ class _NodeWorker:
                     os.close(pipe)
         if content:
             with memfd.closing_files(*fds):
-                files = tuple(_bytes_of(fd, (0, os.fstat(fd).st_size)) for fd in fds)
+                files = tuple(_bytes_of(fd, 0, os.fstat(fd).st_size) for fd in fds)
             self._tell("worker_said", content, files)
 
     def _tell(self, method: str, *arguments: Any) -> None:
         self._outbox.put((method, (self._number, *arguments)))
 
 
-def _bytes_of(fd: int, byte_range: memfd.ByteRange) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    first_byte, end_byte = byte_range
-    content = np.empty(end_byte - first_byte, dtype=np.uint8)
-    memfd.read_at(fd, memoryview(content.data), first_byte)
-    return content
+def _bytes_of(fd: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return memfd.Mapping(fd, end, is_private=True).bytes()[start:end].copy()
 
 
 def _unblock_interrupts() -> None:

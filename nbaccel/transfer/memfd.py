@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an 
 
 _COMPARED_BYTES = 1 << 18  # compared at a time: small enough to stay in the cache
 _CLOSELY_COMPARED_BYTES = 1 << 26
+_FILLED_BYTES = 1 << 26  # by one thread at a time
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -78,16 +80,6 @@ def write_at(fd: int, source: memoryview, offset: int) -> None:
         done += os.pwrite(fd, source[done : done + _COPY_BYTES], offset + done)
 
 
-def read_at(fd: int, target: memoryview, offset: int) -> None:
-    """Fill all of `target` from the file at `offset` (bytes)."""
-    done = 0
-    while done < target.nbytes:
-        count = os.preadv(fd, [target[done : done + _COPY_BYTES]], offset + done)
-        if count == 0:
-            raise EOFError(f"the memory file ended at byte {offset + done}")
-        done += count
-
-
 class Mapping:
     """A memory file mapped into this process, until the last view of it is gone."""
 
@@ -115,6 +107,19 @@ class Mapping:
     def view(self, start: int, end: int) -> memoryview:
         """Bytes `[start, end)` as a writable memoryview that keeps the mapping alive."""
         return memoryview(self.bytes().data)[start:end]
+
+    def fill(self, fd: int, spans: Iterable[ByteRange]) -> None:
+        """Copy these bytes from a file of the same size; two threads take a quarter of ``read``."""
+        source = Mapping(fd, self.nbytes, is_private=True).bytes()
+        target = self.bytes()
+
+        def copy(piece: ByteRange) -> None:
+            target[slice(*piece)] = source[slice(*piece)]  # NumPy lets other threads run meanwhile
+
+        parts = list(pieces(spans, _FILLED_BYTES))
+        with ThreadPoolExecutor(2) as threads:
+            # Starting threads would take longer than one copy does.
+            list((threads.map if len(parts) > 1 else map)(copy, parts))
 
     def replace(self, fd: int, *, is_private: bool) -> None:
         """Put another file of the same size under the same addresses, in one step."""
@@ -227,20 +232,25 @@ def total_bytes(ranges: Iterable[ByteRange]) -> int:
     return sum(end - start for start, end in ranges)
 
 
+def pieces(spans: Iterable[ByteRange], num_bytes: int) -> Iterator[ByteRange]:
+    """The same bytes in ranges of at most so many."""
+    for low, high in spans:
+        for start in range(low, high, num_bytes):
+            yield start, min(start + num_bytes, high)
+
+
 def equal_runs(own: _Bytes, theirs: _Bytes, spans: Sequence[ByteRange]) -> Iterator[ByteRange]:
     """The runs of whole pages in these spans that are the same in both."""
     is_much = total_bytes(spans) > _CLOSELY_COMPARED_BYTES
-    for low, high in spans:
-        for start in range(low, high, _COMPARED_BYTES):
-            end = min(start + _COMPARED_BYTES, high)
-            first_page = slice(start, min(start + PAGE_BYTES, end))
-            # A block whose first page differs counts as changed: a hundredth of copying it.
-            if is_much and (own[first_page] != theirs[first_page]).any():
-                continue
-            pages = np.arange(0, end - start, PAGE_BYTES)
-            differs = np.logical_or.reduceat(own[start:end] != theirs[start:end], pages)
-            for first, last in _runs(~differs):
-                yield start + first * PAGE_BYTES, min(start + last * PAGE_BYTES, end)
+    for start, end in pieces(spans, _COMPARED_BYTES):
+        first_page = slice(start, min(start + PAGE_BYTES, end))
+        # A block whose first page differs counts as changed: a hundredth of copying it.
+        if is_much and (own[first_page] != theirs[first_page]).any():
+            continue
+        pages = np.arange(0, end - start, PAGE_BYTES)
+        differs = np.logical_or.reduceat(own[start:end] != theirs[start:end], pages)
+        for first, last in _runs(~differs):
+            yield start + first * PAGE_BYTES, min(start + last * PAGE_BYTES, end)
 
 
 def close_all(fds: Iterable[int]) -> None:

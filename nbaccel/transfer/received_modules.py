@@ -148,9 +148,7 @@ class LocalArena:
             self.mapping.give_back(pages_start, pages_end)
             # The edges hold other modules' tensors, too: giving them back would undo training.
             copied = [(start, pages_start), (pages_end, end)]
-        for low, high in copied:
-            if low < high:
-                memfd.read_at(self.fd, self.mapping.view(low, high), low)
+        self.mapping.fill(self.fd, copied)
 
 
 @dataclass(eq=False)

@@ -105,9 +105,10 @@ class WeightReceiver:
             kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First: departed and sharded tensors are in the staging file, which is read next.
-                _read(whole_files[key], arena, [(0, arena.nbytes)], kept)
+                whole = memfd.ranges_without([(0, arena.nbytes)], kept)
+                arena.fill(whole_files[key], whole)
             spans = (span for report in reports for span in report.own_bytes.get(key, ()))
-            _read(self.staging[key], arena, memfd.merge_ranges(spans), kept)
+            arena.fill(self.staging[key], memfd.ranges_without(memfd.merge_ranges(spans), kept))
         # After the arenas: tensors on devices are filled from their host copies there.
         for tensor, host_copy in host_copies(self._sharing, stranded):
             tensor.copy_(host_copy)
@@ -144,11 +145,6 @@ class WeightReceiver:
             files = list(self.staging.values())
             self.staging.clear()
             close_files(files)
-
-
-def _read(fd: int, arena: Arena, spans: list[memfd.ByteRange], kept: list[memfd.ByteRange]) -> None:
-    for start, end in memfd.ranges_without(spans, kept):
-        memfd.read_at(fd, arena.view(start, end), start)
 
 
 def _differing_models(path: str, ranks: Sequence[int], *, rank_0_trained: bool) -> str:

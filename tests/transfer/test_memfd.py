@@ -25,9 +25,7 @@ def file() -> Iterator[int]:
 
 
 def read(fd: int, nbytes: int, offset: int = 0) -> bytes:
-    into = bytearray(nbytes)
-    memfd.read_at(fd, memoryview(into), offset)
-    return bytes(into)
+    return os.pread(fd, nbytes, offset)
 
 
 def mapped_at(address: int) -> bool:
@@ -46,8 +44,6 @@ def test_a_file_has_no_name_and_is_written_and_read_in_small_steps(file, monkeyp
     memfd.write_at(file, memoryview(data), 3)
     assert read(file, 256, 3) == data
     assert read(file, 3) == bytes(3)
-    with pytest.raises(EOFError, match=f"ended at byte {NBYTES}"):
-        read(file, 10, NBYTES - 5)
 
 
 def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file):
@@ -63,6 +59,23 @@ def test_a_shared_mapping_writes_to_the_file_and_a_private_one_does_not(file):
     assert other.bytes()[NBYTES - 1] == 7
     assert read(file, 1, NBYTES - 1) == b"\x07"
     assert one.written() == [] or one.written() == [(0, NBYTES)]
+
+
+@pytest.mark.parametrize("at_a_time", [7, NBYTES])
+def test_a_mapping_is_filled_from_a_file_in_exactly_these_bytes(file, at_a_time, monkeypatch):
+    monkeypatch.setattr(memfd, "_FILLED_BYTES", at_a_time)
+    data = np.random.default_rng(0).integers(1, 256, NBYTES, dtype=np.uint8)
+    memfd.write_at(file, memoryview(data), 0)
+    target = memfd.create_file("test", NBYTES)
+    with memfd.closing_files(target):
+        mapping = Mapping(target, NBYTES, is_private=False)
+        mapping.fill(file, iter([(0, 10), (PAGE_BYTES - 1, 2 * PAGE_BYTES + 1), (50, 50)]))
+        expected = np.zeros_like(data)
+        for start, end in [(0, 10), (PAGE_BYTES - 1, 2 * PAGE_BYTES + 1)]:
+            expected[start:end] = data[start:end]
+        assert read(target, NBYTES) == expected.tobytes()
+        mapping.fill(file, [(0, NBYTES)])
+        assert read(target, NBYTES) == data.tobytes()
 
 
 def test_a_private_mapping_knows_which_pages_it_wrote(file):
