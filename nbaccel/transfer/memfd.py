@@ -28,7 +28,7 @@ _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; the mmap module does not expor
 _MAP_NORESERVE = 0x4000
 _COPY_BYTES = 1 << 28  # one write(2) moves at most 2 GiB; smaller steps let an interrupt through
 
-_COMPARED_BYTES = 1 << 18  # compared at a time: small enough to stay in the cache
+_COMPARED_BYTES = 1 << 20  # compared at a time: small enough to stay in the cache
 _CLOSELY_COMPARED_BYTES = 1 << 26
 _FILLED_BYTES = 1 << 26  # by one thread at a time
 
