@@ -110,8 +110,7 @@ class Mapping:
 
     def fill(self, fd: int, spans: Iterable[ByteRange]) -> None:
         """Copy these bytes from a file of the same size; two threads take a quarter of ``read``."""
-        source = Mapping(fd, self.nbytes, is_private=True).bytes()
-        target = self.bytes()
+        target, source = self.bytes(), Mapping(fd, self.nbytes, is_private=True).bytes()
 
         def copy(piece: ByteRange) -> None:
             target[slice(*piece)] = source[slice(*piece)]  # NumPy lets other threads run meanwhile

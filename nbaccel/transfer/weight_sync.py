@@ -105,8 +105,7 @@ class WeightReceiver:
             kept = [slot.span for slot in left_out if slot.arena == key]
             if key in whole_files:
                 # First: departed and sharded tensors are in the staging file, which is read next.
-                whole = memfd.ranges_without([(0, arena.nbytes)], kept)
-                arena.fill(whole_files[key], whole)
+                arena.fill(whole_files[key], memfd.ranges_without([(0, arena.nbytes)], kept))
             spans = (span for report in reports for span in report.own_bytes.get(key, ()))
             arena.fill(self.staging[key], memfd.ranges_without(memfd.merge_ranges(spans), kept))
         # After the arenas: tensors on devices are filled from their host copies there.

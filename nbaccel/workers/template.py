@@ -49,6 +49,7 @@ _PROGRAM = (
     "from nbaccel.workers.template_server import serve; serve({fd})"
 )
 _OWN_PACKAGES = frozenset({"nbaccel", "cloudpickle", "xxhash"})  # what each template has by itself
+FORKS_MODULES: set[str] = set()  # imported here for forks of this process; each template has them
 _FEW_MODULES = 20  # cells import some without saying so: not worth a new template
 _MESSAGE_CHARS = 2000
 _PACKET_BYTES = 1 << 20
@@ -125,7 +126,7 @@ class TemplateProcess:
         # The own ones, which come into the notebook with a launch, are there or not worth it.
         names = [
             name
-            for name in installed_modules().keys() - self.modules
+            for name in installed_modules().keys() - self.modules - FORKS_MODULES
             if _package_of(name) not in _OWN_PACKAGES.union(left_out)
         ]
         if not names:

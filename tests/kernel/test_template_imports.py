@@ -134,18 +134,18 @@ def test_a_launch_in_the_cell_of_the_import_is_a_fork_and_later_ones_the_templat
 
 
 def test_the_first_launch_of_a_kernel_finds_the_template_as_it_wants_it(packages):
-    just_imported = "import torch\nfrom nbaccel import notebook_launcher" + THREAD
-    with start(packages, just_imported) as kernel:
+    with start(packages, "import torch\nfrom nbaccel import notebook_launcher") as kernel:
         assert say(
             kernel,
             """
             from nbaccel.workers import template
             template.template_for().wait(lambda _: None, lambda _: True)
             made = template.running()
-            print(notebook_launcher(lambda: 1, (), 2).plan.start_method)
-            print(template.running() == made, template.template_for().is_ready())
+            for method in "auto", "fork":
+                print(notebook_launcher(lambda: 1, (), 2, start_method=method).plan.start_method)
+                print(template.running() == made, template.template_for().is_ready())
             """,
-        ).split() == ["template", "True", "True"], "what a launch imports asks for another one"
+        ).split() == ["template", "True", "True", "fork", "True", "True"], "imports ask for another"
 
 
 def test_modules_beside_the_notebook_are_imported_anew_by_each_worker(clean, tmp_path):
