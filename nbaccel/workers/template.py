@@ -63,6 +63,7 @@ class TemplateProcess:
     socket: socket.socket
     errors: int  # memory file that collects its stderr: the reason, if it cannot start
     modules: frozenset[str] = field(repr=False)
+    packages: frozenset[str] = field(init=False, repr=False)
     owner: int = field(default_factory=os.getpid)  # forks of it must not use or end this one
     importing: str = ""
     ready: bool = False
@@ -71,6 +72,9 @@ class TemplateProcess:
     said: str = ""
     is_replaced: bool = False
     users: int = 0  # starters that have workers of it; it stays for them, also if replaced
+
+    def __post_init__(self) -> None:
+        self.packages = frozenset(map(_package_of, self.modules))
 
     @classmethod
     def start(cls, device: str, left_out: dict[str, str]) -> TemplateProcess:
@@ -124,16 +128,11 @@ class TemplateProcess:
         if not _follows_notebook():
             return ()
         # The own ones, which come into the notebook with a launch, are there or not worth it.
-        names = [
-            name
-            for name in installed_modules().keys() - self.modules - FORKS_MODULES
-            if _package_of(name) not in _OWN_PACKAGES.union(left_out)
-        ]
-        if not names:
-            return ()
-        lacked = {_package_of(name) for name in names}
-        has_new = not lacked <= set(map(_package_of, self.modules))
-        return tuple(sorted(lacked)) if has_new or len(names) > _FEW_MODULES else ()
+        own = _OWN_PACKAGES.union(left_out)
+        new = installed_modules().keys() - self.modules - FORKS_MODULES
+        lacked = [package for package in map(_package_of, new) if package not in own]
+        is_worth_it = len(lacked) > _FEW_MODULES or not self.packages.issuperset(lacked)
+        return tuple(sorted(set(lacked))) if is_worth_it else ()
 
     def let_continue(self) -> None:
         """Let it continue if it was stopped (SIGSTOP)."""
@@ -296,8 +295,8 @@ class Template:
         """The plan with what each worker imports itself, though the notebook has it."""
         if not self.left_out:
             return plan
-        modules = self._processes[0].modules if self._processes else ()
-        packages = set(map(_package_of, modules)) - self.left_out.keys()
+        has = self._processes[0].packages if self._processes else frozenset()
+        packages = has - self.left_out.keys()
         left_out = sorted(self.left_out.items())
         reason = "; ".join(f"{package} is left out: {why}" for package, why in left_out)
         choice = Choice("template_imports", count_noun(len(packages), "package"), reason)
