@@ -240,21 +240,24 @@ _LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
 """A logger's level, whether it propagates and is disabled, and its handlers."""
 _UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())
 _STREAMS = ("stderr", "stdout")
-_OF_LIBRARIES: set[str] = set()  # loggers that are known to be
+_OF_LIBRARIES: dict[str, logging.Logger] = {}  # loggers that are known to be
 
 
 def _logging_settings() -> bytes:
     carried: dict[str | None, _LoggerSettings] = {None: _describe(logging.root)}
-    # A copy, because another thread may make a logger meanwhile.
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        # Libraries make hundreds, most of which nobody has configured.
-        if name in _OF_LIBRARIES or _is_librarys(name):
-            if level := getattr(logger, "level", logging.NOTSET):
-                carried[name] = (level, *_UNSET[1:])
-        elif isinstance(logger, logging.Logger) and (
-            logger.level or logger.handlers or logger.disabled or not logger.propagate
-        ):
+    loggers = logging.root.manager.loggerDict
+    for name in loggers.keys() - _OF_LIBRARIES.keys():
+        logger = loggers[name]
+        if not isinstance(logger, logging.Logger):
+            continue  # a name on the way to others
+        if _is_librarys(name):
+            _OF_LIBRARIES[name] = logger
+        elif logger.level or logger.handlers or logger.disabled or not logger.propagate:
             carried[name] = _describe(logger)
+    # Libraries make hundreds, most of which nobody has configured.
+    for name, logger in _OF_LIBRARIES.items():
+        if logger.level:
+            carried[name] = (logger.level, *_UNSET[1:])
     return pickle.dumps((logging.root.manager.disable, carried))
 
 
@@ -267,9 +270,7 @@ def _is_librarys(name: str) -> bool:
     package = name.partition(".")[0]
     module = sys.modules.get(package) or sys.modules.get(package.lower())
     file = package != "__main__" and getattr(module, "__file__", None)
-    if file and Frame(file=file, line=0, function="").is_library:
-        _OF_LIBRARIES.add(name)
-    return name in _OF_LIBRARIES
+    return bool(file and Frame(file=str(file), line=0, function="").is_library)
 
 
 def _handler_settings(logger: logging.Logger) -> Iterator[_HandlerSettings]:
