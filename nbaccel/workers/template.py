@@ -48,8 +48,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; "
     "from nbaccel.workers.template_server import serve; serve({fd})"
 )
-_OWN_PACKAGES = frozenset({"nbaccel", "cloudpickle", "xxhash"})  # what each template has by itself
-FORKS_MODULES: set[str] = set()  # imported here for forks of this process; each template has them
+_BY_ITSELF = ("torch", "numpy", "sympy", "mpmath", "colorama", "cloudpickle", "xxhash")  # at least
 _FEW_MODULES = 20  # cells import some without saying so: not worth a new template
 _MESSAGE_CHARS = 2000
 _PACKET_BYTES = 1 << 20
@@ -62,8 +61,9 @@ class TemplateProcess:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     errors: int  # memory file that collects its stderr: the reason, if it cannot start
-    modules: frozenset[str] = field(repr=False)
-    packages: frozenset[str] = field(init=False, repr=False)
+    modules: frozenset[str] = field(repr=False)  # of the notebook, which it imports
+    own: frozenset[str] = field(default=frozenset(), repr=False)  # it has by itself; empty: not yet
+    packages: frozenset[str] = field(default=frozenset(), repr=False)  # of both
     owner: int = field(default_factory=os.getpid)  # forks of it must not use or end this one
     importing: str = ""
     ready: bool = False
@@ -72,9 +72,6 @@ class TemplateProcess:
     said: str = ""
     is_replaced: bool = False
     users: int = 0  # starters that have workers of it; it stays for them, also if replaced
-
-    def __post_init__(self) -> None:
-        self.packages = frozenset(map(_package_of, self.modules))
 
     @classmethod
     def start(cls, device: str, left_out: dict[str, str]) -> TemplateProcess:
@@ -127,10 +124,10 @@ class TemplateProcess:
         """Packages of which the notebook has imported more; empty where that is not worth much."""
         if not _follows_notebook():
             return ()
-        # The own ones, which come into the notebook with a launch, are there or not worth it.
-        own = _OWN_PACKAGES.union(left_out)
-        new = installed_modules().keys() - self.modules - FORKS_MODULES
-        lacked = [package for package in map(_package_of, new) if package not in own]
+        # What of nbaccel comes into the notebook with a launch, workers do not need.
+        passed_over = {"nbaccel", *left_out, *(() if self.own else _BY_ITSELF)}
+        new = installed_modules().keys() - self.modules - self.own
+        lacked = [package for package in map(_package_of, new) if package not in passed_over]
         is_worth_it = len(lacked) > _FEW_MODULES or not self.packages.issuperset(lacked)
         return tuple(sorted(set(lacked))) if is_worth_it else ()
 
@@ -295,8 +292,8 @@ class Template:
         """The plan with what each worker imports itself, though the notebook has it."""
         if not self.left_out:
             return plan
-        has = self._processes[0].packages if self._processes else frozenset()
-        packages = has - self.left_out.keys()
+        modules = self._processes[0].modules if self._processes else ()
+        packages = set(map(_package_of, modules)) - self.left_out.keys()
         left_out = sorted(self.left_out.items())
         reason = "; ".join(f"{package} is left out: {why}" for package, why in left_out)
         choice = Choice("template_imports", count_noun(len(packages), "package"), reason)
@@ -355,6 +352,9 @@ class Template:
                 self.left_out[process.importing] = obstacle
                 self._make_again(process)
                 return
+            if "own" in said:
+                process.own = frozenset(said["own"])
+                process.packages = frozenset(map(_package_of, process.own | process.modules))
             process.importing = said.get("importing", process.importing)
             process.ready = "left_out" in said
             self.left_out.update(said.get("left_out", {}))

@@ -59,6 +59,7 @@ def serve(channel_fd: int) -> NoReturn:
     # To look for garbage takes a tenth of the imports' time, and modules leave none worth it.
     gc.disable()
     _import_for_workers(request)
+    _say(channel_fd, own=list(sys.modules))
     multiprocessing.current_process().authkey = bytes.fromhex(request["authkey"])
     left_out = _import_packages(request, channel_fd)
     # Let no collection in a worker write to every page shared with this process.

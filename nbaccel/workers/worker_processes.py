@@ -100,9 +100,7 @@ class ForkStarter(Starter):
         self.ours: list[int] = []  # the notebook's own ends of all connections: a child closes them
         if is_asked:
             # The first optimizer of a process imports it (a second): once here, not in each worker.
-            imported = frozenset(sys.modules)
             importlib.import_module("torch._dynamo")
-            template.FORKS_MODULES.update(sys.modules.keys() - imported)
         fork_safety.pause_pools()
         fork_safety.end_bar_monitors()
 
