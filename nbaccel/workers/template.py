@@ -2,8 +2,8 @@
 
     notebook's process                       template process (`template_server`)
     start, at load time ──── program ──────► imports torch, then one package after the other
-                        ◄─── JSON ────────── which one it imports; that it is clean, and what is
-                                             left out
+                        ◄─── JSON ────────── what it has by itself; which one it imports; that it
+                                             is clean, and what is left out
     `TemplateStarter`   ──── Fork ─────────► forks a worker, and reports its end
     a cell imports more ──── program ──────► a second one takes its place, once it is ready
 
