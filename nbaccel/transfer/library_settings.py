@@ -255,7 +255,7 @@ def _logging_settings() -> bytes:
         elif logger.level or logger.handlers or logger.disabled or not logger.propagate:
             carried[name] = _describe(logger)
     # Libraries make hundreds, most of which nobody has configured.
-    for name, logger in _OF_LIBRARIES.items():
+    for name, logger in tuple(_OF_LIBRARIES.items()):
         if logger.level:
             carried[name] = (logger.level, *_UNSET[1:])
     return pickle.dumps((logging.root.manager.disable, carried))

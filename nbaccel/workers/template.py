@@ -63,7 +63,7 @@ class TemplateProcess:
     errors: int  # memory file that collects its stderr: the reason, if it cannot start
     modules: frozenset[str] = field(repr=False)  # of the notebook, which it imports
     own: frozenset[str] = field(default=frozenset(), repr=False)  # it has by itself; empty: not yet
-    packages: frozenset[str] = field(default=frozenset(), repr=False)  # of both
+    packages: frozenset[str] = field(default=frozenset(), repr=False)  # of both; set with `own`
     owner: int = field(default_factory=os.getpid)  # forks of it must not use or end this one
     importing: str = ""
     ready: bool = False
@@ -128,7 +128,8 @@ class TemplateProcess:
         passed_over = {"nbaccel", *left_out, *(() if self.own else _BY_ITSELF)}
         new = installed_modules().keys() - self.modules - self.own
         lacked = [package for package in map(_package_of, new) if package not in passed_over]
-        is_worth_it = len(lacked) > _FEW_MODULES or not self.packages.issuperset(lacked)
+        packages = self.packages or frozenset(map(_package_of, self.modules))
+        is_worth_it = len(lacked) > _FEW_MODULES or not packages.issuperset(lacked)
         return tuple(sorted(set(lacked))) if is_worth_it else ()
 
     def let_continue(self) -> None:
