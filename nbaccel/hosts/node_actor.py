@@ -284,6 +284,8 @@ class _NodeWorker:
 
 
 def _bytes_of(fd: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if start == end:  # what a worker sends may be no file
+        return np.empty(0, np.uint8)
     return np.fromfile(f"/proc/self/fd/{fd}", np.uint8, end - start, offset=start)
 
 
