@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import linecache
-import traceback
 from collections.abc import Callable
 
 from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
@@ -69,8 +69,7 @@ class Cells:
     def _count(self) -> int:
         # IPython 9 increments its counter before a cell, others afterwards; the name is right.
         cell_numbers = (cell_number(name) for name, _ in self._stack)
-        numbers = (number for number in cell_numbers if number is not None)
-        return next(numbers, int(self._shell.execution_count))
+        return next(filter(None, cell_numbers), int(self._shell.execution_count))
 
     def _lines(self, arguments: str, text: str) -> tuple[list[str], int]:
         """The cell's lines as the user sees them, and how many stand above the code."""
@@ -122,11 +121,13 @@ def with_a_body(lines: list[str]) -> list[str]:
 
 def _user_lines() -> list[tuple[str, int]]:
     """File and line of each top-level frame of the user's code in the present call stack."""
-    return [
-        (frame.f_code.co_filename, line_number)
-        for frame, line_number in traceback.walk_stack(None)
-        # First the sign that all names of such code have: a stack has dozens of functions.
-        if frame.f_code.co_name[0] == "<"
-        and is_module(frame.f_code.co_name)
-        and not Frame(file=frame.f_code.co_filename, line=0, function="").is_library
-    ]
+    found = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        is_top = code.co_name[0] == "<" and is_module(code.co_name)
+        if is_top and not Frame(file=code.co_filename, line=0, function="").is_library:
+            # Only here: a frame works out its line when it is asked, and a stack has dozens.
+            found.append((code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found

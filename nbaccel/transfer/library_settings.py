@@ -241,6 +241,7 @@ _LoggerSettings = tuple[int, bool, bool, tuple[_HandlerSettings, ...]]
 _UNSET: _LoggerSettings = (logging.NOTSET, True, False, ())
 _STREAMS = ("stderr", "stdout")
 _OF_LIBRARIES: dict[str, logging.Logger] = {}  # loggers that are known to be
+_NAMED_OTHERWISE = ("IPKernelApp", "strobelight_", "c10d-")  # Jupyter's and torch's, by their start
 
 
 def _logging_settings() -> bytes:
@@ -250,7 +251,7 @@ def _logging_settings() -> bytes:
         logger = loggers[name]
         if not isinstance(logger, logging.Logger):
             continue  # a name on the way to others
-        if _is_librarys(name):
+        if name.startswith(_NAMED_OTHERWISE) or _is_librarys(name):
             _OF_LIBRARIES[name] = logger
         elif logger.level or logger.handlers or logger.disabled or not logger.propagate:
             carried[name] = _describe(logger)

@@ -285,8 +285,7 @@ def note_run(place_id: str) -> None:
         shell.events.register("pre_run_cell", _tell_what_has_ended)
     # IPython's own counter is one further in some versions.
     files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-    numbers = (frames.cell_number(file) for file in files)
-    number = next((number for number in numbers if number is not None), None)
+    number = next(filter(None, map(frames.cell_number, files)), None)
     cell = "A cell" if number is None else f"In[{number}]"
     _RUNS[place_id] = _ShownRun(cell, publish.request_header("session"))
     for oldest in list(_RUNS)[:-_MAX_KEPT]:
