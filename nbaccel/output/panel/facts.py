@@ -210,6 +210,7 @@ def starting_sentence(timed_ranks: Mapping[int, RankTimes]) -> str:
 
 _MAX_EPOCH_MARKS = 200
 _WINDOW_S = 10.0
+_UNTOLD = Metrics(time=0.0, steps=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +294,7 @@ class RankFacts:
     since: float = 0.0  # when it came into that state
     doing: str = ""
     memory: MemoryUse = field(default_factory=MemoryUse)
-    told: Metrics = field(default_factory=lambda: Metrics(time=0.0, steps=None))
-    """What it has reported last; its steps are None of a rank that reports none."""
+    told: Metrics = _UNTOLD  # what it has reported last; steps are None of one that reports none
     pace: StepPace = field(default_factory=StepPace)
     batch_pace: StepPace = field(default_factory=StepPace)  # of batches: a step may take several
     samples_pace: StepPace = field(default_factory=StepPace)
