@@ -41,6 +41,8 @@ OPTIONS = (
     "--ServerApp.terminals_enabled=False",
     "--LabApp.expose_app_in_browser=True",
     "--LabApp.extension_manager=readonly",
+    # A peer of the extra `bench`, which puts itself between kernels and pages.
+    "--ServerApp.jpserver_extensions=jupyter_distributed=False",
     "--JupyterNotebookApp.expose_app_in_browser=True",
     f"--IdentityProvider.token={TOKEN}",
 )
